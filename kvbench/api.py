@@ -24,14 +24,13 @@ from kvbench.catalogue import catalogue, options_of_model
 from kvbench.engine import loading
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.context import are_messages, decoder, token_ids
-from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.prefill import prefill
 from kvbench.engine.processors import acting_options
-from kvbench.engine.row import prompt_name, rows_of
+from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import (
     end_token_ids,
     load_tokenizer,
@@ -255,17 +254,17 @@ def compare(
     rows: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
-            results = generate_one(
+            reading = read(
                 model,
                 ids,
-                (),
                 by_label,
-                stopping,
                 seed=seed,
-                example_id=prompt_name(ids),
-                compress_after=compress_after,
+                name=prompt_name(ids),
+                held_back=held_back,
+                room=max_new_tokens,
                 encoder=repeating_encoder(tokenizer, ids, labelled.values()),
             )
+            results = answer_each(model, reading, Question((), stopping), seed=seed)
             for (share, label), result in zip(pairs, results.values(), strict=True):
                 if result.failure is not None:
                     rows[name, share, label] = {"error": str(result.failure)}
@@ -326,11 +325,10 @@ def kept(
     ids = _token_ids(tokenizer, prompt)
     budget = _budget(rate, sink, window, size, total_rate)
     held_back = _held_back(compress_after)
-    methods = {label: (built, budget)}
-    (row,) = rows_of(methods, len(ids), held_back, seed, prompt_name(ids), room=0)
+    encoder = repeating_encoder(tokenizer, ids, [built])
+    how: Any = {"seed": seed, "name": prompt_name(ids), "held_back": held_back, "encoder": encoder}
     with kvbench_attention_on(model):
-        encoder = repeating_encoder(tokenizer, ids, [built])
-        prefill(model, ids, [row], held_back=held_back, encoder=encoder)
+        (row,) = read(model, ids, {label: (built, budget)}, **how).rows
     if row.failure is not None:
         raise row.failure
     return frame_of(row, [str(tokenizer.decode([token])) for token in ids])

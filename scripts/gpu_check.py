@@ -49,11 +49,11 @@ import torch
 from _shared import LLAMA_8B, SHIPPED
 from bench_engine import Clocked
 
+from kvbench.engine import captured
 from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import switch_to_kvbench
-from kvbench.engine.decode import decode
+from kvbench.engine.ask import Question, answer_each, converse, read
 from kvbench.engine.device import free_memory, is_out_of_memory
-from kvbench.engine.generate import Prompt, generate_each, generate_one
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.prefill import prefill
@@ -305,7 +305,9 @@ def tokens(sizes: Sizes, on: torch.device, out: Figures) -> None:
         switch_to_kvbench(model)
         (ids,) = random_ids(model, sizes.prompt, seed=1)
         stopping = Stopping(8 if sizes.timed else 2)
-        return generate_one(model, ids, (), methods, stopping, seed=0, example_id="gpu_check")
+        room = stopping.max_new_tokens
+        reading = read(model, ids, methods, seed=0, name="gpu_check", room=room)
+        return answer_each(model, reading, Question((), stopping))
 
     on_cpu, on_device = answers(torch.device("cpu")), answers(on)
     for name, result in on_cpu.items():
@@ -405,13 +407,15 @@ def _generated(
     """The answers of a method to `batch` random prompts of n tokens, `new` tokens each, and the wall
     seconds of prefill, compression and decoding."""
     methods = {name: (build_method(name), Budget(rate=RATE))}
-    prompts = [
-        Prompt.of(ids, (), methods, Stopping(new), f"p{i}")
-        for i, ids in enumerate(random_ids(model, n, batch))
-    ]
+    prompts = random_ids(model, n, batch)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    results = [answer[name] for answer in generate_each(model, prompts, seed=0, steps=graphs)]
+    talks = [
+        (read(model, ids, methods, seed=0, name=f"p{i}", room=new), [[Question((), Stopping(new))]])
+        for i, ids in enumerate(prompts)
+    ]
+    answers = converse(model, talks, seed=0, steps=graphs)
+    results = [one for answer in answers for one in answer[name]]
     torch.cuda.synchronize()
     wall = time.perf_counter() - start
     for result in results:
@@ -455,6 +459,7 @@ def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Row,
     reading = prefill(model, ids, [row])
     if row.failure is not None:
         raise row.failure
+    assert reading.logits is not None
     return row, int(reading.logits.argmax()), reading.prefill_s
 
 
@@ -465,7 +470,7 @@ def _decoded(model: Any, rows: list[Row], token: int, new: int, graphs: Steps) -
     for place, row in enumerate(rows):
         row.begin_answer(Stopping(new) if place else clocked)
         row.take(token, True)
-    decode(model, rows, graphs)
+    captured.decode(model, rows, graphs)
     for row in rows:
         if row.failure is not None:
             raise row.failure

@@ -129,8 +129,8 @@ class Stopping:
         end_ids: tokens that end the generation; they are not part of the text.
         strings: stop strings, which end the generation; the text is cut before the first of them.
         decode: turns token ids into text; needed for `strings` and `is_final`.
-        timeout_s: the seconds, prefill included, after which a row that has not ended fails; None for
-            no limit.
+        timeout_s: the seconds, of the prompt's own prefill and of the decoding of all prompts, after
+            which a row that has not ended fails; None for no limit.
         may_be_empty: False where the first token must not end the generation.
         thought: what comes before the answer; None for nothing. `strings` and `is_final` are about the
             answer behind it.
@@ -222,6 +222,7 @@ class Answer:
             likely token is taken.
         before: the token ids before the answer, of the prompt and of earlier turns, evicted or not; read
             by the processors of `stopping` alone.
+        begin_s: the time by `time.perf_counter` from which `Stopping.timeout_s` counts.
         chosen: the tokens so far, the ending token included.
         begins: how many of them come before the answer itself; None within a thought.
         ended: whether `stopping` was reached.
@@ -236,6 +237,7 @@ class Answer:
     sampling: Sampling = GREEDY
     uniforms: Tensor | None = None
     before: Sequence[int] = ()
+    begin_s: float = 0.0
     chosen: list[int] = field(default_factory=list)
     begins: int | None = None
     ended: bool = False

@@ -8,18 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.ask import Question, answer, copies_at_once, read
 from kvbench.engine.cost import Cost
-from kvbench.engine.decode import decode, feed_questions
 from kvbench.engine.device import input_device
-from kvbench.engine.generate import copies_at_once
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
-from kvbench.engine.prefill import prefill
 from kvbench.engine.processors import acting_options
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
@@ -91,15 +88,17 @@ class Context:
                 prompt = tokenizer(text, add_special_tokens=False)
         self._ids = token_ids(prompt, tokenizer, "the context")
         self._turns = 0
-        row = Row(label, method, budget, seed, prompt_name(self._ids))
-        with kvbench_attention_on(model), torch.inference_mode():
-            encoder = None
-            if tokenizer is not None:
-                encoder = repeating_encoder(tokenizer, self._ids, [method])
-            start = prefill(model, self._ids, [row], encoder=encoder)
+        methods = {label: (method, budget)}
+        encoder = None
+        if tokenizer is not None:
+            encoder = repeating_encoder(tokenizer, self._ids, [method])
+        with kvbench_attention_on(model):
+            name = prompt_name(self._ids)
+            start = read(model, self._ids, methods, seed=seed, name=name, encoder=encoder)
+        (row,) = start.rows
         if row.failure is not None:
             raise row.failure
-        self._row = row
+        self._reading, self._row = start, row
         # One object for all questions, so that a capture that fails is tried once. It keeps no captured
         # step, since the model may change between two questions.
         self._steps = Steps(most_kept=0)
@@ -242,19 +241,21 @@ class Context:
             decoding = decoder(tokenizer)
         acting = acting_options(model.generation_config) if generation_config else {}
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decoding, processors=acting)
-        unread = self._ids[self.tokens :]
-        with kvbench_attention_on(model), torch.inference_mode():
-            rows = [self._row.clone() for _ in questions]
-            for row, ids in zip(rows, questions, strict=True):
-                row.begin_answer(stopping, before=[*self._ids, *ids])
-            feed_questions(model, rows, [[*unread, *ids] for ids in questions])
-            decode(model, [row for row in rows if row.answer.chosen], self._steps)
+        # What ended the answer before belongs to the conversation.
+        said = self._row.answer
+        end = said.chosen[len(said.tokens) :]
+        rows = [self._row.clone() for _ in questions]
+        asked = [
+            (self._reading, row, Question([*end, *ids], stopping))
+            for row, ids in zip(rows, questions, strict=True)
+        ]
+        with kvbench_attention_on(model):
+            given = answer(model, asked, steps=self._steps)
         answers: list[tuple[Any, Row]] = []
-        for row in rows:
-            tokens = row.finish().tokens
-            if row.failure is not None:
-                raise row.failure
-            text = tokens if decoding is None else stopping.cut(decoding(tokens))
+        for row, one in zip(rows, given, strict=True):
+            if one.failure is not None:
+                raise one.failure
+            text = one.tokens if decoding is None else stopping.cut(decoding(one.tokens))
             if not text and self._closing is None and getattr(tokenizer, "chat_template", None):
                 _say_empty(self._row.label)
             answers.append((text, row))

@@ -1,43 +1,28 @@
-"""Decoding: passes that feed tokens to rows (`Feed`), and the table of the rows of a batch by which
-steps of one token go through the kernels (`Table`).
-
-Rows hold different numbers of entries, in buffers of their own. At each layer, all rows that can go
-through the same kernels do so together (`kvbench.kernels.decode_attention`): two launches for any number
-of rows, over exactly the entries that they hold. A step reads the positions and the numbers of entries
-on the device and advances them there. The host counts and copies nothing, so that a step can be captured
-(`kvbench.engine.steps`). Other rows, those with packed entries
-among them, attend one after the other.
-"""
+"""Passes that feed tokens to rows (`feed`), and how the rows' next tokens are chosen."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall, Pass
-from kvbench.engine.cache import Cache, addresses_in
-from kvbench.engine.device import input_device, synchronize
-from kvbench.engine.prefill import forward
+from kvbench.engine.device import input_device
+from kvbench.engine.prefill import forward_rows
 from kvbench.engine.rotary import crossing, table_key
 from kvbench.engine.row import Row
 from kvbench.engine.states import PassingCache, joined_cache
-from kvbench.engine.steps import FIRST_STEPS, Steps
-from kvbench.kernels.addresses import Addresses
-from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
-from kvbench.kernels.eviction import evict_entries
 from kvbench.kernels.philox import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NO_LIMIT = (1 << 31) - 2
-"""The number of entries that stands for no limit: the largest int32 number to which 1 can be added."""
+MOST_FED = 1 << 13
+"""The largest number of tokens, of all rows, that are fed in one pass."""
 
 
 class Feed(Pass):
@@ -83,264 +68,38 @@ class Feed(Pass):
                     row.fail(failure)
 
 
-@dataclass
-class Together:
-    """The rows of one layer that go through the kernels together.
+def feed(
+    model: PreTrainedModel, rows: Sequence[Row], tokens: Sequence[Sequence[int]], keep: int = 1
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Feed each row its tokens, at least one. Rows with equally many share a pass, which then needs no
+    padding, if they share the rotary table (`table_key`).
 
-    Attributes:
-        places: the places of the rows in the batch.
-        caches: those of all rows, those of a row one after the other. The kernels treat each as a row.
-        addresses: where the entries of each cache lie.
-        index: `places` as a tensor on the device; None where they are the whole batch.
-        slots: the places of the caches in the device's `Counts`.
-        kind: what they have in common (`_kind`).
+    A row fails where its caches would mix LongRoPE's tables; the logits of a row that has failed mean
+    nothing.
+
+    Yields:
+        for each pass the places of its rows, and the logits [rows, keep, vocab] after the last `keep`
+        tokens of each.
     """
-
-    places: list[int]
-    caches: list[Cache]
-    addresses: Addresses
-    index: Tensor | None
-    slots: slice
-    kind: Hashable
-
-    @property
-    def key(self) -> Hashable:
-        """Everything about these rows that is constant in a captured step."""
-        addresses = self.addresses
-        launches = (addresses.longest, addresses.chunk, addresses.aligned)
-        return (tuple(self.places), self.kind, *launches)
-
-    @property
-    def per_row(self) -> int:
-        """1, or the number of KV heads where each head has a cache of its own."""
-        return len(self.caches) // len(self.places)
-
-    def slots_of(self, place: int) -> slice:
-        """The places of a row's caches among `caches`."""
-        first = self.places.index(place) * self.per_row
-        return slice(first, first + self.per_row)
-
-
-class Counts:
-    """The positions of all rows and the numbers of entries of their caches, on one device. Every step
-    advances them in place.
-
-    Attributes:
-        positions: [rows] int64, the position of the token to be fed.
-        going: [rows] int64, what a step adds to `positions`: 1, or 0 for rows that have ended.
-        entries: [caches] int32, before the step.
-        growing: [caches] int32, what a step adds to `entries`.
-        limits: [caches] int32, which `entries` never exceed.
-        with_new: [caches] int32, `entries` + 1.
-    """
-
-    def __init__(self, positions: Tensor, caches: Sequence[Cache]) -> None:
-        device = positions.device
-        lengths = torch.tensor([cache.length for cache in caches], dtype=torch.int32)
-        limits = [NO_LIMIT if cache.limit is None else cache.limit for cache in caches]
-        self.positions = positions
-        self.going = torch.ones_like(positions)
-        self.entries = to_device(lengths, device)
-        self.growing = torch.ones_like(self.entries)
-        self.limits = to_device(torch.tensor(limits, dtype=torch.int32), device)
-        self.with_new = self.entries + 1
-
-    def advance(self) -> None:
-        """Count the token that was fed."""
-        self.positions += self.going
-        self.entries.add_(self.growing).clamp_(max=self.limits)
-        torch.add(self.entries, 1, out=self.with_new)
-
-
-class Table(Feed):
-    """The rows of a decode batch as the kernels see them: the pass of steps of one token, for as long as
-    the rows stay the same.
-
-    Args:
-        tokens: for each row the largest number of tokens that will be fed to it. Room for them is
-            reserved here.
-        device: where the token ids are.
-
-    Attributes:
-        positions: [rows] int64, the position of the token to be fed; every step advances it in place.
-        taken: the number of steps so far.
-    """
-
-    def __init__(self, rows: Sequence[Row], tokens: Sequence[int], device: torch.device) -> None:
-        first = [row.tokens for row in rows]
-        super().__init__(list(rows), to_device(torch.tensor(first), device))
-        self.taken = 0
-        self._ended: set[int] = set()
-        self._together: dict[int, list[Together]] = {}
-        self._alone: dict[int, list[int]] = {}
-        # The device of the token ids is among them even if no caches are there, for its positions.
-        caches_on: dict[torch.device, list[Cache]] = {device: []}
-        for layer in rows[0].caches:
-            by_kind: dict[Hashable, list[int]] = {}
-            self._alone[layer] = []
-            for place, row in enumerate(rows):
-                caches = row.caches[layer]
-                if not all(cache.steps_by_kernel for cache in caches):
-                    self._alone[layer].append(place)
-                    continue
-                for cache in caches:
-                    cache.prepare_steps(first[place], tokens[place])
-                by_kind.setdefault(_kind(caches), []).append(place)
-            self._together[layer] = [
-                self._group(layer, kind, places, caches_on) for kind, places in by_kind.items()
-            ]
-        self._counts = {
-            each: Counts(self.positions.to(each), caches) for each, caches in caches_on.items()
-        }
-
-    def _group(
-        self,
-        layer: int,
-        kind: Hashable,
-        places: list[int],
-        caches_on: dict[torch.device, list[Cache]],
-    ) -> Together:
-        caches = [cache for place in places for cache in self.rows[place].caches[layer]]
-        device = caches[0].keys.device
-        on_device = caches_on.setdefault(device, [])
-        slots = slice(len(on_device), len(on_device) + len(caches))
-        on_device += caches
-        addresses = addresses_in(caches, places)
-        is_whole = len(places) == len(self.rows)
-        index = None if is_whole else torch.tensor(places, device=device)
-        return Together(places, caches, addresses, index, slots, kind)
-
-    @property
-    def key(self) -> Hashable:
-        """Everything about these rows that is constant in a captured step."""
-        return tuple(
-            (layer, *(group.key for group in groups)) for layer, groups in self._together.items()
-        )
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors about the rows that a step on a GPU reads or advances. For the same `key` there
-        are equally many, in the same order and of the same shapes."""
-        tensors: list[Any] = []
-        for counts in self._counts.values():
-            tensors += vars(counts).values()
-        for group in self._groups():
-            tensors += [group.index, group.addresses.pointers]
-        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-
-    def _groups(self, place: int | None = None) -> list[Together]:
-        """The groups of all layers, or those that contain a row."""
-        groups = [group for groups in self._together.values() for group in groups]
-        return [group for group in groups if place is None or place in group.places]
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Attention of all rows of a group at once, then of the other rows one by one."""
-        groups, query = self._together[call.layer], call.query
-        if len(groups) == 1 and groups[0].index is None:
-            return self._attend_together(groups[0], call)
-        out = query.new_zeros(*query.shape[:3], call.value.shape[-1])
-        for group in groups:
-            assert group.index is not None
-            out.index_copy_(0, group.index, self._attend_together(group, call.of_rows(group.index)))
-        alone = self._alone[call.layer]
-        if alone:
-            self.attend_alone(alone, call, self.positions[:, None].to(query.device), out)
-        return out
-
-    def _attend_together(self, group: Together, call: LayerCall) -> Tensor:
-        """Add the new tokens of a group's rows to their caches, attend, and evict by the rules:
-        [rows, heads, 1, value_dim]. `call` has the rows of the group alone."""
-        query, key, value = call.query[:, :, 0], call.key[:, :, 0], call.value[:, :, 0]
-        addresses, per_row, rows = group.addresses, group.per_row, len(group.caches)
-        repeats = addresses.kv_heads * per_row // key.shape[1]
-        if repeats > 1:  # the methods have repeated keys to query heads
-            key = key.repeat_interleave(repeats, dim=1)
-            value = value.repeat_interleave(repeats, dim=1)
-        if per_row > 1:  # each head has a cache, which the kernels treat as a row
-            query, key, value = (
-                part.reshape(rows, -1, part.shape[2]) for part in (query, key, value)
-            )
-        counts = self._counts[addresses.keys[0].device]
-        before = counts.entries[group.slots]
-        append_entries(addresses, before, key, value)
-        sinks = call.sinks
-        if sinks is not None:
-            sinks = sinks.view(per_row, -1).repeat(len(group.places), 1)
-        output, mass = weighted_decode_attention(
-            query,
-            addresses,
-            counts.with_new[group.slots],
-            scaling=call.scaling,
-            softcap=call.softcap,
-            sinks=sinks,
-            return_mass=addresses.weighs,
-        )
-        if addresses.rules:
-            evict_entries(addresses, before, mass, counts.positions, counts.going)
-        return output.reshape(len(group.places), call.query.shape[1], 1, -1)
-
-    def move_on(self) -> None:
-        """Advance positions and numbers of entries by one token, on the devices. This is the end of a
-        step, and is captured with it."""
-        for counts in self._counts.values():
-            counts.advance()
-
-    def end(self, place: int) -> None:
-        """Stop a row that has ended but stays in the batch. Its position and its number of entries no
-        longer change. Later steps write its token to the same free place of the buffers every time, and
-        their output is not used."""
-        self._settle_row(place)
-        self._ended.add(place)
-        for counts in self._counts.values():
-            counts.going[place] = 0
-        for group in self._groups(place):
-            growing = self._counts[group.addresses.keys[0].device].growing
-            growing[group.slots][group.slots_of(place)] = 0
-
-    def _settle_row(self, place: int) -> None:
-        for group in self._groups(place) if place not in self._ended else ():
-            for cache in group.caches[group.slots_of(place)]:
-                cache.count_steps(self.taken)
-
-    def settle(self) -> None:
-        """End these steps: update the number of entries in every cache, which the steps counted on the
-        device alone."""
-        for place in range(len(self.rows)):
-            self._settle_row(place)
-        self.taken = 0
-
-
-def _kind(caches: Sequence[Cache]) -> Hashable:
-    """What the caches of rows that go through the kernels together have in common."""
-    keys, values, rule = caches[0].keys, caches[0].values, caches[0].rule
-    by_age = None if rule is None else rule.leaves == "oldest"
-    return len(caches), keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, by_age
-
-
-# --- questions, and the steps of an answer --------------------------------------------------------
-
-
-def feed_questions(
-    model: PreTrainedModel, rows: Sequence[Row], questions: Sequence[Sequence[int]]
-) -> None:
-    """Feed every row its question, and choose the first token of its answer. Questions of the same
-    length are fed in one pass, whose rows then need no padding, if they share the rotary table
-    (`table_key`)."""
     device = input_device(model)
-    passes: dict[tuple[int, Hashable], list[int]] = {}  # the indices of the rows of each pass
-    for i, (row, question) in enumerate(zip(rows, questions, strict=True)):
-        refuse_crossing(model, row, len(question))
-        key = table_key(model.config, row.tokens, len(question), row.table_of)
-        passes.setdefault((len(question), key), []).append(i)
-    for (length, _), indices in passes.items():
-        fed = [rows[i] for i in indices]
-        ids = torch.tensor([questions[i] for i in indices], device=device)
-        first = torch.tensor([row.tokens for row in fed], device=device)
-        positions = first[:, None] + torch.arange(length, device=device)
-        synchronize(device)
-        begin_s = time.perf_counter()
-        logits = forward(model, ids, positions, Feed(fed, positions))
-        _finish_step(fed, length, pick_first(fed, logits), begin_s)
+    passes: dict[tuple[int, Hashable], list[int]] = {}
+    for place, (row, own) in enumerate(zip(rows, tokens, strict=True)):
+        refuse_crossing(model, row, len(own))
+        key = table_key(model.config, row.tokens, len(own), row.table_of)
+        passes.setdefault((len(own), key), []).append(place)
+    for (length, _), places in passes.items():
+        at_once = max(1, MOST_FED // length)
+        for begin in range(0, len(places), at_once):
+            part = places[begin : begin + at_once]
+            fed = [rows[place] for place in part]
+            first = torch.tensor([row.tokens for row in fed], device=device)
+            positions = first[:, None] + torch.arange(length, device=device)
+            ids = torch.tensor([list(tokens[place]) for place in part], device=device)
+            logits = forward_rows(model, ids, positions, Feed(fed, positions), keep=keep)
+            for row in fed:
+                if row.failure is None:
+                    row.count_step(length)
+            yield part, logits[:, -keep:]
 
 
 def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
@@ -350,156 +109,41 @@ def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
         row.fail(failure)
 
 
-def pick_first(rows: Sequence[Row], logits: Tensor) -> Tensor:
-    """Choose the first token of each row's answer from logits [rows, vocab]; returns what
-    `Sampling.pick` does, [2, rows]."""
-    return rows[0].answer.sampling.pick(_processed(rows, logits), _draws(rows, logits.device))
+def pick(rows: Sequence[Row], logits: Tensor, draws: Tensor | None) -> Tensor:
+    """Choose the next token of each row's answer from logits [rows, vocab]; returns what `Sampling.pick`
+    does, [2, rows]."""
+    if any(not row.answer.chosen or row.answer.stopping.processors for row in rows):
+        own = [logits[i : i + 1] for i in range(len(rows))]
+        parts = [
+            row.answer.process(one) if row.running else one
+            for row, one in zip(rows, own, strict=True)
+        ]
+        logits = torch.cat(parts)
+    return rows[0].answer.sampling.pick(logits, draws)
 
 
-def _processed(rows: Sequence[Row], logits: Tensor) -> Tensor:
-    """The logits [rows, vocab] by which the rows' next tokens are chosen (`Answer.process`)."""
-    parts = [
-        row.answer.process(logits[i : i + 1]) if row.running else logits[i : i + 1]
-        for i, row in enumerate(rows)
-    ]
-    return torch.cat(parts)
-
-
-def _draws(rows: Sequence[Row], device: torch.device) -> Tensor | None:
+def draws_of(rows: Sequence[Row], device: torch.device) -> Tensor | None:
     """The random numbers of the rows' next tokens, [rows]; None where tokens are not drawn."""
     if rows[0].answer.sampling.greedy:
         return None
     return torch.tensor([row.answer.draw for row in rows], device=device)
 
 
-def _finish_step(rows: Sequence[Row], fed: int, picks: Tensor, begin_s: float) -> None:
-    """Give every row that is running the token that a step chose for it, and its share of the seconds
-    since `begin_s`. `picks`: [2, rows], as `Sampling.pick` returns them."""
+def take(rows: Sequence[Row], picks: Tensor, begin_s: float) -> None:
+    """Give every row that is running the token that was chosen for it ([2, rows], see `Sampling.pick`),
+    and its share of the seconds since `begin_s` by `time.perf_counter`."""
     tokens, finite = picks.tolist()  # the step's only wait for the device
     seconds = (time.perf_counter() - begin_s) / len(rows)
     for row, token, is_finite in zip(rows, tokens, finite, strict=True):
         if row.running:
-            row.count_step(fed)
             row.answer.decode_s += seconds
             row.take(token, bool(is_finite))
 
 
-def decode(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
-    """Decode until every row has ended or failed.
-
-    All rows decode together, with two exceptions. A captured step contains only rows that go through the
-    kernels, so these decode first, and then the others. And rows with other rotary tables (`table_key`)
-    decode apart. A row whose longest answer would mix two tables fails (`crossing`).
-    """
-    begin_s = time.perf_counter()
-    most = max((row.answer.steps_left for row in rows), default=0)
-    captures = steps.should_capture(model, most, _options(rows))
-    batches: dict[tuple[bool, Hashable], list[Row]] = {}
+def fail_late(rows: Sequence[Row]) -> None:
+    """Fail the rows whose time is over."""
+    now_s = time.perf_counter()
     for row in rows:
-        left = row.answer.steps_left
-        if row.running:
-            refuse_crossing(model, row, left - 1)  # of the tokens to be chosen, the last is not fed
-        key = table_key(model.config, row.tokens, left, row.table_of)
-        batches.setdefault((not (captures and row.steps_by_kernel), key), []).append(row)
-    for _, batch in sorted(batches.items(), key=lambda batch: batch[0][0]):
-        _decode_batch(model, batch, steps, begin_s)
-
-
-def _options(rows: Sequence[Row]) -> list[str]:
-    """The names of the options by which logits of these rows are processed."""
-    return sorted({name for row in rows for name in row.answer.stopping.processors})
-
-
-def _decode_batch(
-    model: PreTrainedModel, rows: Sequence[Row], steps: Steps, begin_s: float
-) -> None:
-    """Decode some rows together until all have ended or failed.
-
-    A row that has ended is removed from the batch. Where steps are replayed, rows are removed only when
-    half of them have ended, since a smaller batch needs a captured step of its own.
-
-    Args:
-        begin_s: the time by `time.perf_counter` at which the decoding of all rows began.
-    """
-    batch: Batch | None = None
-    while True:
-        # Before the batch is made: making it and capturing its step are part of the decoding time.
-        step_begin_s = time.perf_counter()
-        for row in rows:
-            limit = row.answer.stopping.timeout_s
-            # A prompt's time is that of its own prefill, and of the decoding of all prompts.
-            if limit is not None and row.running and row.spent_s + step_begin_s - begin_s > limit:
-                row.fail(TimeoutError(f"the example took more than {limit:g} s"))
-        running = [row for row in rows if row.running]
-        if batch is None or batch.should_shrink(running):
-            if batch is not None:
-                batch.table.settle()
-            if not running:
-                return
-            rows = running
-            batch = Batch(model, running, steps)
-        batch.step(step_begin_s)
-
-
-class Batch:
-    """Rows that take their steps together by one table.
-
-    Attributes:
-        ids: [rows, 1] int64, the token that is fed to each row; every step writes the next one.
-        draws: [rows], the random number of each row's next token; None where tokens are not drawn.
-        replay: runs a captured step; None where the step is run as it is.
-    """
-
-    def __init__(self, model: PreTrainedModel, rows: list[Row], steps: Steps) -> None:
-        self.model, self.rows, self.steps = model, rows, steps
-        self.step_model = steps.model_for_steps(model)
-        device = input_device(model)
-        left = [row.answer.steps_left for row in rows]
-        self.table = Table(rows, left, device)
-        self.ids = torch.tensor([[row.answer.chosen[-1]] for row in rows], device=device)
-        self.draws = _draws(rows, device)
-        self.replay: Callable[[], Tensor] | None = None
-        self._ended: set[int] = set()
-        by_kernel = all(row.steps_by_kernel for row in rows)
-        self._processes = any(row.answer.stopping.processors for row in rows)
-        self._may_capture = by_kernel and steps.should_capture(model, max(left), _options(rows))
-        if self._may_capture:
-            self.replay = steps.recall(*self._captured_by())
-
-    def _captured_by(self) -> tuple[Hashable, list[Tensor]]:
-        """The key of a captured step, and all tensors that it reads and writes (`Steps.capture`)."""
-        own = [self.ids] if self.draws is None else [self.ids, self.draws]
-        return (self.rows[0].answer.sampling, self.table.key), [*own, *self.table.tensors]
-
-    def _run(self) -> Tensor:
-        """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
-        same tensors every time, so that it can be captured."""
-        logits = forward(self.step_model, self.ids, self.table.positions[:, None], self.table)
-        if self._processes:
-            logits = _processed(self.rows, logits)
-        picks = self.rows[0].answer.sampling.pick(logits, self.draws)
-        self.ids.copy_(picks[0, :, None])
-        self.table.move_on()
-        return picks
-
-    def step(self, begin_s: float) -> None:
-        """Decode one token for every row that has not ended, in a step that began at `begin_s` by
-        `time.perf_counter`."""
-        if self._may_capture and self.replay is None and self.table.taken == FIRST_STEPS:
-            self._may_capture = False
-            self.replay = self.steps.capture(self.model, self._run, *self._captured_by())
-        for place, row in enumerate(self.rows):
-            if not row.running and place not in self._ended:
-                self._ended.add(place)
-                self.table.end(place)
-        if self.draws is not None:
-            self.draws.copy_(torch.tensor([row.answer.draw for row in self.rows]))
-        run_step = self.replay or self._run
-        _finish_step(self.rows, 1, run_step(), begin_s)
-        self.table.taken += 1
-
-    def should_shrink(self, running: Sequence[Row]) -> bool:
-        """Whether a new batch of the running rows alone should take this one's place."""
-        if self.replay is None:
-            return len(running) < len(self.rows)
-        return len(running) <= len(self.rows) // 2
+        limit = row.answer.stopping.timeout_s
+        if limit is not None and row.running and now_s - row.answer.begin_s > limit:
+            row.fail(TimeoutError(f"the example took more than {limit:g} s"))

@@ -78,6 +78,16 @@ def frame_of(row: Row, words: Sequence[str | None]) -> pd.DataFrame:
     return frame
 
 
+def note_kept(rows: Sequence[Row], tokens: int) -> None:
+    """Let the answers of these rows say how much of each part of the prompt was held (`Answer.kept`)."""
+    for row in rows:
+        if row.failure is None:
+            try:
+                row.kept = strips_of(row, tokens)
+            except KVError as failure:  # the method holds positions that the prompt does not have
+                row.fail(failure)
+
+
 def strips_of(row: Row, tokens: int) -> dict[str, Any]:
     """Summarise how much of each part of the prompt a row holds, as JSON values small enough for a
     record. A page shows them as strips, one per layer.

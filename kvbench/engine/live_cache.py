@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvbench.engine import captured
 from kvbench.engine.cache import GROWTH
+from kvbench.engine.captured import KernelBatch
 from kvbench.engine.cost import Cost
-from kvbench.engine.decode import Feed, Table
+from kvbench.engine.decode import Feed
 from kvbench.engine.device import input_device
 from kvbench.engine.row import Row
 from kvbench.engine.states import PassingCache, is_hybrid
@@ -56,7 +58,7 @@ class LiveCache(Cache):
         self.costs = list(costs)
         self.seen = seen
         self.open = True
-        self.table: Table | None = None
+        self.table: KernelBatch | None = None
         self.sound: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
@@ -118,8 +120,8 @@ class LiveCache(Cache):
     def begin_pass(self, batch: int, count: int) -> Feed:
         """Return the pass that feeds `count` tokens to every row.
 
-        Passes of one token share a table, which has room for `GROWTH` tokens. A new one is made after
-        these, and after a pass of several tokens.
+        Where kernels run, passes of one token share a table, which has room for `GROWTH` tokens. A new
+        one is made after these, and after a pass of several tokens.
 
         Args:
             batch: the number of rows of the pass.
@@ -135,16 +137,17 @@ class LiveCache(Cache):
         if count == 1 and taken and self.table is not None:
             return self.table
         self.settle()
-        if count > 1:
+        device = input_device(self.model)
+        if count > 1 or not captured.uses_kernels(device):
             first = torch.tensor([row.tokens for row in self.rows])
             return Feed(self.rows, first[:, None] + torch.arange(count))
         room = [GROWTH - taken] * batch
-        self.table = Table(self.rows, room, input_device(self.model))
+        self.table = KernelBatch(self.model, self.rows, room, device)
         return self.table
 
     def settle(self) -> None:
         """End a run of steps of one token, if there is one: update the number of entries in the caches
-        (`Table.settle`)."""
+        (`KernelBatch.settle`)."""
         if self.table is not None:
             self.table.settle()
         self.table = None

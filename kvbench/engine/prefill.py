@@ -225,6 +225,7 @@ class Reading:
         n: the number of tokens that were compressed.
         ids: their ids.
         lead: the tokens of the prompt that were held back; they are fed before anything else.
+        spent_s: the wall-clock seconds that the prompt took so far.
     """
 
     rows: Sequence[Row]
@@ -234,6 +235,7 @@ class Reading:
     n: int
     ids: Sequence[int] = ()
     lead: Sequence[int] = ()
+    spent_s: float = 0.0
 
 
 def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: Pass) -> Tensor:

@@ -80,7 +80,6 @@ class Row:
         clocks: clocks of compression that are still to be read.
         bytes_end: the bytes that were held at the last audit; None before.
         answer: the answer that the row gives now.
-        spent_s: the wall-clock seconds that the prompt took before the rows of all prompts were joined.
         kept: see `Answer.kept`.
 
     Raises:
@@ -109,7 +108,6 @@ class Row:
     bytes_end: int | None = None
     answer: Answer = field(default_factory=lambda: Answer(Stopping(1)))
     prefill_s: float | None = None
-    spent_s: float = 0.0
     kept: dict[str, Any] | None = None
     # The bytes of the exact cache after the prompt and after each step since: their sum and number.
     _exact_sum: int = 0
@@ -364,9 +362,10 @@ class Row:
         sampling: Sampling = GREEDY,
         uniforms: Tensor | None = None,
         before: Sequence[int] = (),
+        begin_s: float = 0.0,
     ) -> None:
-        """Begin to answer the next question. `uniforms`, `before`: see `Answer`."""
-        self.answer = Answer(stopping, sampling, uniforms, before)
+        """Begin to answer the next question. `uniforms`, `before`, `begin_s`: see `Answer`."""
+        self.answer = Answer(stopping, sampling, uniforms, before, begin_s)
 
     @property
     def running(self) -> bool:
@@ -381,7 +380,7 @@ class Row:
         if self.failure is None:
             self.answer.take(token)
 
-    def finish(self, batch: int = 1) -> Answer:
+    def finish(self, batch: int) -> Answer:
         """Audit the row, and return its answer with what it cost. `batch`: see `Cost`."""
         self.try_audit()
         answer = self.answer

@@ -14,8 +14,6 @@ from torch import Tensor
 from kvbench.kernels._choice import use_triton
 from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.quantize import CACHED
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
 
 IN_CACHE = 1 << 19
 """How many numbers of a layer's keys stay in a CPU's cache (2 MB) from one pass to the next."""
@@ -30,7 +28,6 @@ def weighted_decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_mass: bool = False,
-    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attention softmax(q . k * scaling + log_weight) . v of one token per row over the row's entries.
 
@@ -46,7 +43,6 @@ def weighted_decode_attention(
             `reserved`. A row of length 0 gives zeros, as does a head whose entries are all hidden.
         softcap: s of s * tanh(logit / s), applied after scaling.
         sinks: [rows, heads], one more logit in the softmax of each query, whose value is 0.
-        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
         the output [rows, heads, value_dim] in the query's dtype; and the softmax attention that each
@@ -69,10 +65,7 @@ def weighted_decode_attention(
             f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
         )
     keys, values = table.keys[0], table.values[0]
-    widest = max(keys.shape[2], values.shape[2])
-    obstacle = _too_wide(heads // kv_heads, widest, keys.element_size())
-    if not use_triton("weighted_decode_attention", implementation, keys, values, obstacle=obstacle):
-        return _torch_attention(query, table, lengths, scaling, softcap, sinks, return_mass)
+    takes(keys, values, heads // kv_heads, "triton")
     from kvbench.kernels import _triton_decode
 
     out, mass = _triton_decode.attention(
@@ -92,6 +85,14 @@ def weighted_decode_attention(
     return out.to(query.dtype), mass
 
 
+def takes(keys: Tensor, values: Tensor, group: int, choice: str = "auto") -> bool:
+    """Whether the kernels of a decode step run on these buffers of a row, [kv_heads, reserved, dim], for
+    `group` query heads per KV head. `choice`: see `use_triton`."""
+    widest = max(keys.shape[-1], values.shape[-1])
+    obstacle = _too_wide(group, widest, keys.element_size())
+    return use_triton("weighted_decode_attention", choice, keys, values, obstacle=obstacle)
+
+
 def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
     """Why a program of the Triton kernel has no room for a group's queries beside keys and values, or
     None. What is allowed fits every GPU since compute capability 8.0 (test_kernels_compile.py)."""
@@ -105,51 +106,6 @@ def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths.to(device)
     return torch.tensor(lengths, dtype=torch.int64, device=device)
-
-
-def _torch_attention(
-    query: Tensor,
-    table: Addresses,
-    lengths: Tensor | Sequence[int],
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    return_mass: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """`weighted_decode_attention` in torch: row by row on views of the buffers, since a batched
-    product would need them padded and copied."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    rows, heads, dim = query.shape
-    kv_heads = table.kv_heads
-    grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
-    out = query.new_zeros(*grouped.shape[:3], table.values[0].shape[2])
-    mass = (
-        query.new_zeros(rows, kv_heads, table.longest, dtype=torch.float32) if return_mass else None
-    )
-    for row, n in enumerate(counts):
-        weight, reserved = table.log_weights[row], table.keys[row].shape[1]
-        if not 0 <= n <= reserved:
-            raise ValueError(f"row {row} has length {n}; allowed: 0 to {reserved}")
-        if n == 0:
-            continue
-        key, value = table.keys[row][:, :n], table.values[row][:, :n]
-        # On a CPU the order of the two factors changes the time up to threefold: the few queries come
-        # first where the keys stay in its cache, the keys otherwise.
-        if key.dtype != torch.float32 or key.numel() <= IN_CACHE:
-            logits = products(grouped[row], key)
-        else:
-            logits = torch.bmm(key, grouped[row].mT).mT.contiguous()
-        logits = capped(logits.mul_(scaling), softcap)
-        if weight is not None:
-            logits += weight[:, None, :n]
-        own_sinks = None if sinks is None else sinks[row].view(kv_heads, -1)
-        attention = softmax(logits, own_sinks)
-        if weight is not None:  # all entries may be hidden
-            attention.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
-        torch.bmm(attention.to(value.dtype), value, out=out[row])
-        if mass is not None:
-            torch.mean(attention, 1, out=mass[row, :, :n])
-    return out.view(rows, heads, -1), mass
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
@@ -172,8 +128,6 @@ def append_entries(
     lengths: Tensor | Sequence[int],
     key: Tensor,
     value: Tensor,
-    *,
-    implementation: str = "auto",
 ) -> None:
     """Write one new entry per row behind its others, at place `lengths[row]`, with log-weight 0.
 
@@ -196,20 +150,7 @@ def append_entries(
             raise ValueError(
                 f"{name} is {tuple(new.shape)} {new.dtype}; allowed: {shape} {buffer.dtype}"
             )
-    if use_triton("append_entries", implementation, key, value):
-        from kvbench.kernels import _triton_decode
+    use_triton("append_entries", "triton", key, value)  # raises where it cannot run
+    from kvbench.kernels import _triton_decode
 
-        _triton_decode.append(table.pointers, on_device(lengths, key.device), key, value)
-        return
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    for row, n in enumerate(counts):
-        room = table.keys[row].shape[1]
-        if not 0 <= n < room:
-            raise ValueError(
-                f"row {row} has length {n} before a new entry; allowed: 0 to {room - 1}"
-            )
-        table.keys[row][:, n] = key[row]
-        table.values[row][:, n] = value[row]
-        weight = table.log_weights[row]
-        if weight is not None:
-            weight[:, n] = 0.0
+    _triton_decode.append(table.pointers, on_device(lengths, key.device), key, value)

@@ -17,7 +17,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.generate import Prompt, generate_each
+from kvbench.engine.ask import Question, converse, read
+from kvbench.engine.prefill import Reading
 from kvbench.engine.processors import acting_options
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
@@ -184,11 +185,11 @@ class KVBenchLM(Requests):
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             batch = requests[begin : begin + self.batch_size]
-            prompts = [self._prompt(*request.args) for request in batch]
             with kvbench_attention_on(self.model):
-                generated = generate_each(self.model, prompts, seed=self.seed)
+                talks = [self._talk(*request.args) for request in batch]
+                generated = converse(self.model, talks, seed=self.seed)
             for answers in generated:
-                answer = answers[LABEL]
+                (answer,) = answers[LABEL]
                 if answer.failure is not None:
                     raise answer.failure
                 text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
@@ -196,8 +197,10 @@ class KVBenchLM(Requests):
                 texts.append(postprocess_generated_text(text, stop, self.think_end_token))
         return texts
 
-    def _prompt(self, context: str, gen_kwargs: Mapping[str, Any]) -> Prompt:
-        """A generation request as a prompt."""
+    def _talk(
+        self, context: str, gen_kwargs: Mapping[str, Any]
+    ) -> tuple[Reading, list[list[Question]]]:
+        """The prompt of a generation request, and what is asked about it."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
         if options.get("do_sample") or options.get("temperature"):
             raise UserError(
@@ -218,15 +221,17 @@ class KVBenchLM(Requests):
             processors=acting_options(self.model.generation_config),
         )
         encoder = repeating_encoder(self.tokenizer, ids, [self.method])
-        return Prompt.of(
+        reading = read(
+            self.model,
             ids,
-            (),
             self.methods,
-            stopping,
-            prompt_name(ids),
-            compress_after=self.compress_after,
+            seed=self.seed,
+            name=prompt_name(ids),
+            held_back=int(self.compress_after == "all_but_last"),
+            room=max_new_tokens,
             encoder=encoder,
         )
+        return reading, [[Question((), stopping)]]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-evaluation-harness stores with its results."""

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.architecture import head_shapes
-from kvbench.engine.attention import LayerCall, Pass, exact_attention
-from kvbench.engine.cost import Cost
-from kvbench.engine.device import input_device
-from kvbench.engine.loading import Model
-from kvbench.engine.prefill import Reading, forward_rows, layer_kv
-from kvbench.engine.scoring import (
+from kvbench.engine.ask import (
     Scored,
     chunks,
     log_probabilities,
     scored_of,
     vocabulary,
 )
+from kvbench.engine.attention import LayerCall, Pass, exact_attention
+from kvbench.engine.cost import Cost
+from kvbench.engine.device import input_device
+from kvbench.engine.loading import Model
+from kvbench.engine.prefill import Reading, forward_rows, layer_kv
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, KVError, LayerKV

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import lm_eval.models  # noqa: F401 - registers its models, which it does only before any other
 from lm_eval.models.huggingface import HFLM
 
+from kvbench.engine.ask import read, score
 from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.row import prompt_name
-from kvbench.engine.scoring import read, score
 from kvbench.engine.tokenizer import Tokenizer, repeating_encoder
 from kvbench.errors import UserError
 from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
@@ -151,7 +151,8 @@ def answer_requests(
             context,
             with_caches,
             seed=seed,
-            example_id=prompt_name(context[:-1] or context),
+            name=prompt_name(context[:-1] or context),
+            held_back=1,
             room=room,
             encoder=repeating_encoder(tokenizer, context, plain),
         )

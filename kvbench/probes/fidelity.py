@@ -17,14 +17,10 @@ from torch import Tensor
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.ask import Question, answer, continuation_logits, read
 from kvbench.engine.cost import Cost
 from kvbench.engine.loading import Model
-from kvbench.engine.scoring import (
-    Reading,
-    feed_continuations,
-    greedy_continuation,
-    read,
-)
+from kvbench.engine.prefill import Reading
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -99,7 +95,8 @@ def teacher_forced(
             prompt_ids,
             {**EXACT, **methods},
             seed=seed,
-            example_id=example_id,
+            name=example_id,
+            held_back=1,
             room=len(continuation),
         )
         return compare(model, reading, continuation)
@@ -110,7 +107,7 @@ def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict
     """Every method of a reading against its first row, which is exact, on a continuation."""
     results = {row.label: Fidelity(cost=row.cost()) for row in reading.rows}
     sound = [row for row in reading.rows if row.failure is None]
-    fed = feed_continuations(model, reading, [(row, continuation) for row in sound])
+    fed = continuation_logits(model, reading, [(row, continuation) for row in sound])
     tokens = torch.tensor(list(continuation))
     for begin, logits in fed:  # [rows, tokens, vocab] of a piece of the continuation
         target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
@@ -216,24 +213,29 @@ class FidelityProbe(Probe):
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
                 by_label[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
+        later = encoded.question_ids if session.compress_after == "context" else ()
         reading = read(
             session.model,
-            (*encoded.context_ids, *encoded.question_ids),
+            encoded.context_ids + (() if later else encoded.question_ids),
             by_label,
             seed=session.seed,
-            example_id=unit.id,
-            room=longest,
-            context_tokens=(
-                len(encoded.context_ids) if session.compress_after == "context" else None
-            ),
+            name=unit.id,
+            held_back=0 if later else 1,
+            room=longest + len(later),
             encoder=encoder,
         )
+        if later:
+            reading.lead = later
         reference = reading.rows[0]
         if reference.failure is not None:
             raise reference.failure
         if text is None:
             stopping = Stopping(longest, session.end_ids, timeout_s=session.example_timeout)
-            tokens = greedy_continuation(session.model, reading, reference, stopping)
+            question = Question((), stopping)
+            (exact,) = answer(session.model, [(reading, reference.clone(), question)])
+            if exact.failure is not None:
+                raise exact.failure
+            tokens = exact.chosen
         else:
             tokens = encoder.encode_after(".", text)[:longest]
         fidelities = compare(session.model, reading, tokens)

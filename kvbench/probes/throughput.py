@@ -18,8 +18,8 @@ import torch
 
 from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
+from kvbench.engine.ask import Question, converse, read
 from kvbench.engine.device import free_memory, is_out_of_memory
-from kvbench.engine.generate import Prompt, generate_each
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -237,13 +237,14 @@ def _generate_batch(
     # A larger batch begins with the prompts of a smaller one.
     ids = torch.randint(vocabulary, (batch, setting.prompt_tokens), generator=generator).tolist()
     encoder = None if pair[0].second_pass is None else session.encoder
-    stopping, room = Stopping(min(most, setting.new_tokens)), setting.new_tokens
-    prompts = [
-        Prompt.of(each, (), {label: pair}, stopping, f"throughput{i}", room=room, encoder=encoder)
+    how: Any = {"seed": session.seed, "room": setting.new_tokens, "encoder": encoder}
+    question = Question((), Stopping(min(most, setting.new_tokens)))
+    talks = [
+        (read(session.model, each, {label: pair}, name=f"throughput{i}", **how), [[question]])
         for i, each in enumerate(ids)
     ]
-    answers = generate_each(session.model, prompts, seed=session.seed, steps=session.steps)
-    results = [answer[label] for answer in answers]
+    answers = converse(session.model, talks, seed=session.seed, steps=session.steps)
+    results = [one for answer in answers for one in answer[label]]
     for result in results:
         if result.failure is not None:
             raise result.failure

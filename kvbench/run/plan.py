@@ -14,9 +14,11 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from kvbench.engine.answer import Answer, Stopping
+from kvbench.engine.ask import Question, answer, converse, read, room_of
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import free_memory, is_out_of_memory, release_frames
-from kvbench.engine.generate import Prompt, Question, generate
+from kvbench.engine.kept import note_kept
+from kvbench.engine.prefill import Reading
 from kvbench.engine.row import Row
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
@@ -269,19 +271,26 @@ class TaskPlan(Plan):
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> list[list[Fields]]:
         """Prefill the prompts of several units, decode their answers together, and score them."""
-        prompts = [_prompt(unit, methods, session) for unit, methods in work]
-        how: dict[str, Any] = {
-            "seed": session.seed,
-            "sampling": session.sampling,
-            "steps": session.steps,
-        }
-        _warm_up(prompts[0], session, how)
-        answers = generate(session.model, prompts, **how)
+        _warm_up(*work[0], session)
+        talks = []
+        for unit, methods in work:
+            asked = _conversations(unit, session)
+            reading = _read(unit, methods, session, room_of(asked))
+            if unit.notes_kept:
+                note_kept(reading.rows, reading.n)
+            talks.append((reading, asked))
+        answers = converse(
+            session.model,
+            talks,
+            seed=session.seed,
+            sampling=session.sampling,
+            steps=session.steps,
+        )
         return [
             [
-                self._record(unit, record_id, label, answer, session)
+                self._record(unit, record_id, label, one, session)
                 for label, own in by_label.items()
-                for record_id, answer in zip(unit.record_ids, own, strict=True)
+                for record_id, one in zip(unit.record_ids, own, strict=True)
             ]
             for (unit, _), by_label in zip(work, answers, strict=True)
         ]
@@ -399,47 +408,48 @@ def with_extras_checked(label: str, result: Answer, others: Collection[str]) -> 
     return result
 
 
-def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
-    """The prompt of a unit, with its conversations in the order of its records."""
-    first = unit.examples[0]
-    question_after_compression = session.compress_after == "context"
-    ids = (
-        first.context_ids if question_after_compression else first.context_ids + first.question_ids
-    )
+def _conversations(unit: Unit, session: Session) -> list[list[Question]]:
+    """What is asked about the prompt of a unit, in the order of its records."""
 
     def question(encoded: EncodedExample, sample: int) -> Question:
-        ids = encoded.question_ids if question_after_compression else ()
+        ids = encoded.question_ids if session.compress_after == "context" else ()
         stopping = session.stopping(encoded.example, unit.answers)
         return Question(ids, stopping, encoded.example.id, sample)
 
-    return Prompt(
-        ids,
+    return [
+        [question(encoded, sample) for encoded in conversation]
+        for sample in range(session.sampling.samples)
+        for conversation in conversations_of(unit.examples)
+    ]
+
+
+def _read(unit: Unit, methods: Methods, session: Session, room: int) -> Reading:
+    """Prefill the prompt of a unit, or its context, and compress it by every method."""
+    first = unit.examples[0]
+    return read(
+        session.model,
+        first.context_ids + (() if session.compress_after == "context" else first.question_ids),
         methods,
-        first.context,
+        seed=session.seed,
+        name=first.context,
         held_back=int(session.compress_after == "all_but_last"),
-        note_kept=unit.notes_kept,
+        room=room,
         encoder=session.encoder,
-        conversations=[
-            [question(encoded, sample) for encoded in conversation]
-            for sample in range(session.sampling.samples)
-            for conversation in conversations_of(unit.examples)
-        ],
     )
 
 
-def _warm_up(prompt: Prompt, session: Session, how: Mapping[str, Any]) -> None:
+def _warm_up(unit: Unit, methods: Methods, session: Session) -> None:
     """Generate two tokens, without a record, with the methods that have not run yet. On a GPU a kernel
     is compiled at its first launch, whose time must not count in the seconds of an example."""
-    methods = {
-        label: method for label, method in prompt.methods.items() if label not in session.warmed
-    }
-    if session.device.type != "cuda" or not methods:
+    new = {label: pair for label, pair in methods.items() if label not in session.warmed}
+    if session.device.type != "cuda" or not new:
         return
-    session.warmed.update(methods)
-    question = replace(prompt.conversations[0][0], stopping=Stopping(2))
+    session.warmed.update(new)
+    question = replace(_conversations(unit, session)[0][0], stopping=Stopping(2))
     try:
-        short = replace(prompt, methods=methods, conversations=[[question]])
-        generate(session.model, [short], **how)
+        reading = _read(unit, new, session, room_of([[question]]))
+        asked = [(reading, row, question) for row in reading.rows]
+        answer(session.model, asked, sampling=session.sampling, steps=session.steps)
     except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it
         release_frames(failure)
     free_memory(session.device)

@@ -35,7 +35,7 @@ class Session:
 
     Attributes:
         seed: seeds the methods' draws (and random weights).
-        compress_after: "all_but_last", "context" or "prompt"; see `kvbench.engine.generate.Prompt.of`.
+        compress_after: "all_but_last", "context" or "prompt"; see `kvbench.engine.ask`.
         decode: how decode steps run (`kvbench.engine.steps`); only "compiled" may round differently.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         generation_config: whether the logits processors of the model's generation config act.

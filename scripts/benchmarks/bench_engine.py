@@ -39,17 +39,15 @@ from transformers import PreTrainedModel
 from kvbench import compress
 from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on, switch_to_kvbench
+from kvbench.engine.ask import Question, answer_each, converse, read, score
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import addresses_in, cache_of
+from kvbench.engine.cache import cache_of
 from kvbench.engine.device import small_pass, threads_are_ours
-from kvbench.engine.generate import Prompt, generate_each, generate_one
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.row import Row
-from kvbench.engine.scoring import read, score
 from kvbench.engine.second_pass import ReplayPass
-from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import Method, build_method
 
@@ -143,9 +141,9 @@ def generated(
     for number in range(idle):
         methods[f"idle {number}"] = (build_method("streaming_llm"), budget)
     with kvbench_attention_on(model):
-        answers = generate_one(
-            model, ids, (), methods, stopping, seed=0, example_id="bench", encoder=WORDLESS
-        )
+        how: Any = {"room": stopping.max_new_tokens, "encoder": WORDLESS}
+        reading = read(model, ids, methods, seed=0, name="bench", **how)
+        answers = answer_each(model, reading, Question((), stopping))
     for name, answer in answers.items():
         if answer.failure is not None:
             raise RuntimeError(f"{name} failed") from answer.failure
@@ -237,16 +235,7 @@ def bench_layer(options: argparse.Namespace) -> None:
             scheme=method.quantization(),
         )
         call = LayerCall(0, queries[:, :, -1:], key, value, scaling)
-        if method.evicts or not cache.steps_by_kernel:
-            return lambda: cache.step(call, torch.tensor([tokens]))
-        table, lengths = addresses_in([cache], [0]), [cache.length]
-
-        def step() -> None:
-            append_entries(table, lengths, key[:, :, 0], value[:, :, 0])
-            lengths[0] += 1
-            weighted_decode_attention(queries[:, :, -1], table, lengths, scaling=scaling)
-
-        return step
+        return lambda: cache.step(call, torch.tensor([tokens]))
 
     def repeated(step: Callable[[], object]) -> None:
         for _ in range(new):
@@ -353,15 +342,17 @@ def bench_batches(options: argparse.Namespace) -> None:
     print(threads_in_words())
     stopping, names = Stopping(options.new or 24), options.methods or EIGHT
     methods = {name: (method_of(name), RATE) for name in names}
-    prompts = [
-        Prompt.of(random_tokens(options.tokens or 512, seed), (), methods, stopping, str(seed))
-        for seed in range(4)
-    ]
+    prompts = [random_tokens(options.tokens or 512, seed) for seed in range(4)]
+    how: Any = {"seed": 0, "room": stopping.max_new_tokens}
 
     def together(size: int) -> None:
         with kvbench_attention_on(model):
             for first in range(0, len(prompts), size):
-                generate_each(model, prompts[first : first + size], seed=0)
+                talks = [
+                    (read(model, ids, methods, name=str(i), **how), [[Question((), stopping)]])
+                    for i, ids in enumerate(prompts[first : first + size], first)
+                ]
+                converse(model, talks, seed=0)
 
     sizes = (1, 2, 4)
     runs = {f"batches of {size}": partial(together, size) for size in sizes}
@@ -399,7 +390,7 @@ def bench_scoring(options: argparse.Namespace) -> None:
     def score_all(names: Iterable[str]) -> None:
         methods = {name: (build_method(name), Budget()) for name in names}
         with kvbench_attention_on(model):
-            reading = read(model, prompt, methods, seed=0, example_id="x", room=new)
+            reading = read(model, prompt, methods, seed=0, name="x", held_back=1, room=new)
             for label, (answer_score,) in score(model, reading, [answer]).items():
                 assert answer_score.failure is None, (label, answer_score.failure)
 

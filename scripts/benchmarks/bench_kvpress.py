@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import generate_one
+from kvbench.engine.ask import Question, answer_each, read
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.encoding import encode_example
@@ -100,7 +100,8 @@ def with_kvbench(
 ) -> dict[str, tuple[list[int], int]]:
     """New tokens and bytes held, by method: one prefill for all of them."""
     methods = {method: (build_method(method), budget) for method in names}
-    found = generate_one(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
+    reading = read(model, ids, methods, seed=0, name="bench", room=new_tokens)
+    found = answer_each(model, reading, Question((), Stopping(new_tokens)))
     answers = {}
     for method, answer in found.items():
         if answer.failure is not None:

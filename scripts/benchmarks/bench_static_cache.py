@@ -22,9 +22,9 @@ from transformers import GenerationConfig, StaticCache
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import switch_to_kvbench
+from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.attention import IMPLEMENTATION
 from kvbench.engine.device import synchronize
-from kvbench.engine.generate import generate_one
 from kvbench.engine.loading import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
@@ -46,7 +46,8 @@ def by_transformers(model: Any, ids: Sequence[int], new: int, attention: str) ->
 
 def by_kvbench(model: Any, ids: Sequence[int], new: int) -> None:
     methods = {"exact": (build_method("exact"), Budget())}
-    generate_one(model, ids, (), methods, Stopping(new), seed=0, example_id="x")
+    reading = read(model, ids, methods, seed=0, name="x", room=new)
+    answer_each(model, reading, Question((), Stopping(new)))
     synchronize(model.device)
 
 

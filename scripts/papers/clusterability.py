@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvbench.engine.answer import Stopping
+from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.model_spec import local_path
 from kvbench.engine.row import layer_generator
-from kvbench.engine.scoring import greedy_continuation, read
 from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.errors import UserError, needs_extra
 from kvbench.kernels.kcentre import greedy_k_centre
@@ -114,9 +114,12 @@ def generated_layers(
     prompt and answer."""
     model = run.session.model
     exact = {"exact": (Exact(), Budget())}
-    reading = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
-    answer = greedy_continuation(model, reading, reading.rows[0], Stopping(run.generate))
-    return len(ids), run.captured((*ids, *answer), run.layers)
+    how: Any = {"seed": run.seed, "name": prompt, "held_back": 1, "room": run.generate}
+    question = Question((), Stopping(run.generate))
+    given = answer_each(model, read(model, ids, exact, **how), question)["exact"]
+    if given.failure is not None:
+        raise given.failure
+    return len(ids), run.captured((*ids, *given.chosen), run.layers)
 
 
 def radii_of_layer(

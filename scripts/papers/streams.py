@@ -23,11 +23,11 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from kvbench.engine.architecture import compressible_layers
+from kvbench.engine.ask import vocabulary
 from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import Capture, forward_rows
 from kvbench.engine.rotary import table_change
-from kvbench.engine.scoring import vocabulary
 from kvbench.errors import UserError
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from shipped import ASSET, needle_task
 
-from kvbench.engine.generate import generate_one
+from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
@@ -94,15 +94,11 @@ def main() -> None:
     examples = task.examples(session.encoder)
     for example in examples:
         methods = {label: (method, budget) for label, method in variants(example, layers)}
-        answers = generate_one(
-            session.model,
-            example.context_ids or (),
-            example.question_ids or (),
-            methods,
-            session.stopping(example),
-            seed=0,
-            example_id=example.id,
-        )
+        ids = (*(example.context_ids or ()), *(example.question_ids or ()))
+        question = Question((), session.stopping(example))
+        room = example.max_new_tokens
+        reading = read(session.model, ids, methods, seed=0, name=example.id, room=room)
+        answers = answer_each(session.model, reading, question)
         for label, answer in answers.items():
             if answer.failure is not None:
                 raise answer.failure

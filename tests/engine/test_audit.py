@@ -74,7 +74,7 @@ def test_a_cache_of_nothing_and_fields_of_others_fail_their_method(tmp_path: Pat
     assert "compress kept no entry; allowed: at least one per KV head" in found["nothing"]["error"]
     assert (found["overwrites"]["status"], found["overwrites"]["example_id"]) == ("error", "e0")
     assert "have 'entries', which every record has" in found["overwrites"]["error"]
-    assert found["overwrites"]["entries"]["max"] == 75, "what was really held"
+    assert found["overwrites"]["entries"]["max"] == 74, "what was really held"
     assert found["snapkv"]["status"] == "ok"
 
 
@@ -109,10 +109,10 @@ def test_more_than_the_budget_needs_a_presets_name_and_is_shown(tmp_path: Path) 
     }
     result = run_job(make_job(tmp_path, methods, limit=1))
     found = {label: rows[0] for label, rows in records_of(result).items()}
-    allowed = LAYERS * SMALL.capacity(75)
+    allowed = LAYERS * SMALL.capacity(74)
     for label in ("judge", "unnamed", "foreign"):
         assert found[label]["status"] == "over_budget"
-        line = f"{label!r} holds {LAYERS * 75} entries in all layers; its budget allows {allowed}"
+        line = f"{label!r} holds {LAYERS * 74} entries in all layers; its budget allows {allowed}"
         assert found[label]["error"].endswith(line)
     assert (found["named"]["status"], found["named"]["budget_preset"]) == ("ok", "all_of_it")
     assert "budget_preset" not in found["snapkv"]
@@ -176,7 +176,7 @@ class Hides(Method):
 def test_entries_without_weight_at_every_head_exceed_the_budget(tmp_path: Path) -> None:
     (record,) = records_of(run_job(make_job(tmp_path, {"hides": Hides()}, limit=1)))["hides"]
     assert record["status"] == "over_budget"
-    assert "holds 75 entries at layer 0; its budget allows 25" in record["error"]
+    assert "holds 74 entries at layer 0; its budget allows 24" in record["error"]
 
 
 LAYER = LayerKV(torch.zeros(1, 2, 75, 16), torch.zeros(1, 2, 75, 16), None, 0, 1, 0.5)

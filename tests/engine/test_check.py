@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.asking import generate_one
 from support.jobs import Echo, make_job, records_of
 from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
@@ -19,7 +20,6 @@ from kvbench import compress
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.check import compress as guarded
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Held, Method, Replay
@@ -56,7 +56,7 @@ def raises(layer: LayerKV) -> None:
 IN_PLACE: list[tuple[Callable[[LayerKV], Any], str]] = [
     (lambda layer: layer.keys.zero_(), "keys of layer 0"),
     (lambda layer: layer.queries.fill_(1.0), "queries of layer 0"),
-    (lambda layer: layer.attention_mass().zero_(), "attention mass of 75 queries of layer 0"),
+    (lambda layer: layer.attention_mass().zero_(), "attention mass of 74 queries of layer 0"),
     (writes_later, "values of layer 1"),
     (raises, "keys of layer 0"),
 ]

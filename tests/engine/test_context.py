@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from support.asking import generate_one
 from support.generation import CONTEXT, SMALL, tiny_model
 from support.tiny import prompt_ids
 
 from kvbench import compress
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.generate import generate_one
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.model_spec import local_path
 from kvbench.engine.row import prompt_name

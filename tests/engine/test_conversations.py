@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.asking import Prompt, generate, generate_each
 from support.prompts import facts
 from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine import generate as engine
+from kvbench.engine import ask as engine
 from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import Prompt, Question, copies_at_once, generate, generate_each
+from kvbench.engine.ask import Question, copies_at_once
 from kvbench.engine.row import Row
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
@@ -64,10 +65,13 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
     model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     rows: list[int] = []
-    real = engine.decode
-    monkeypatch.setattr(
-        engine, "decode", lambda m, batch, g: (rows.append(len(batch)), real(m, batch, g))
-    )
+    real = engine.answer
+
+    def answer(model: Any, asked: Any, **how: Any) -> Any:
+        rows.append(len(asked))
+        return real(model, asked, **how)
+
+    monkeypatch.setattr(engine, "answer", answer)
     wide = generate(model, [prompt], seed=0)[0]
     monkeypatch.setattr(memory, "total_bytes", lambda device: 1)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 1)
@@ -120,23 +124,24 @@ def test_prompts_with_unlike_many_conversations_get_all_their_answers() -> None:
 def test_the_time_of_an_answer_is_its_prompts_own_and_what_is_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that goes on by 2 s when a prompt's questions are read, by 5 s when all decode."""
+    """By a clock that goes on by 2 s when a prompt is read, by 5 s when all are answered."""
     now, seen = [100.0], []
-    real_ask, real_decode = engine._ask, engine.decode
+    real_prefill, real_answer = engine.prefill, engine.answer
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def ask(*given: Any) -> None:
-        real_ask(*given)
+    def prefill(*given: Any, **how: Any) -> Any:
         now[0] += 2.0
+        return real_prefill(*given, **how)
 
-    def decode(model: Any, rows: Any, steps: Any) -> None:
-        seen.append([row.spent_s for row in rows])
-        real_decode(model, rows, steps)
+    def answer(model: Any, asked: Any, **how: Any) -> Any:
+        given = real_answer(model, asked, **how)
+        seen.append([now[0] - row.answer.begin_s for _, row, _ in asked])
         now[0] += 5.0
+        return given
 
-    monkeypatch.setattr(engine, "_ask", ask)
-    monkeypatch.setattr(engine, "decode", decode)
+    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "answer", answer)
     one = prompt_of({"exact": METHODS["exact"]}, new=2)
     one = replace(one, conversations=[[question for (question,) in one.conversations[:2]]])
     generate(on_kvbench(tiny_model("llama")), [one, replace(one, example_id="y")], seed=0)
-    assert seen == [[2.0, 2.0], [9.0, 9.0]]
+    assert seen == [[2.0, 2.0], [7.0, 7.0]]

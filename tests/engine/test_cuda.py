@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.asking import Prompt, generate_each
 from support.jobs import SMALL
 from support.pretended import counted, needs_cuda, needs_pretend
 from support.prompts import EVERY_METHOD, facts
@@ -19,13 +20,12 @@ from support.variants import VARIANTS, label
 from kvbench import compress
 from kvbench.engine import steps as captured
 from kvbench.engine.answer import Stopping
+from kvbench.engine.ask import read, score
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.context import Context
-from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rotary import rotary_of
 from kvbench.engine.row import Row
-from kvbench.engine.scoring import read, score
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -112,7 +112,7 @@ def asked(model: Any, method: Method, batch: int, new: int) -> None:
 
 def scored(model: Any, method: Method, batch: int, new: int) -> None:
     pair = {"m": (method, SMALL)}
-    reading = read(model, prompt_ids(40), pair, seed=3, example_id="x", room=new)
+    reading = read(model, prompt_ids(40), pair, seed=3, name="x", held_back=1, room=new)
     found = score(model, reading, [prompt_ids(new, i) for i in range(batch)])["m"]
     assert [one.failure for one in found] == [None] * batch
 

@@ -15,19 +15,22 @@ from typing import Any
 
 import pytest
 import torch
+from support.asking import Prompt, generate_each
 from support.forward import reference
 from support.jobs import Echo, make_job, records_of
+from support.kernel_reference import reference_kernels
+from support.kernels import needs_triton
 from support.pretended import needs_real
 from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 from torch._inductor.utils import run_and_get_code
 
 from kvbench import compress
+from kvbench.engine import captured
 from kvbench.engine.answer import Stopping
 from kvbench.engine.cache import Cache
+from kvbench.engine.captured import Counts
 from kvbench.engine.context import Context
-from kvbench.engine.decode import Counts
-from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.row import Row
 from kvbench.engine.steps import Steps
@@ -48,7 +51,7 @@ EVICTING = sorted(
 )
 SCORE_BYTES = {"h2o": 4}
 """What a method holds with each entry beside its key and value."""
-PATHS = ("shared", "context", "batched", "live")
+PATHS = ("shared", "context", "batched", "live", "kernels", "live kernels")
 FILLED = [
     (name, path, (40, 50, 51)[(i + j) % 3])
     for i, name in enumerate(EVICTING)
@@ -98,7 +101,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Any:
 def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
     """A generation of `NEW` tokens from an n-token prompt: what the path says that it cost."""
     ids, model = prompt_ids(n), tiny_model("llama")
-    if path == "live":
+    if path.startswith("live"):
         rate = budget.rate if budget.size is None else None
         with compress(
             model, method, rate=rate, sink=budget.sink, window=budget.window, size=budget.size
@@ -117,6 +120,14 @@ def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
     return result.cost
 
 
+@pytest.fixture
+def kernels(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some paths rows decode as a batch of the kernels."""
+    if path.endswith("kernels"):
+        reference_kernels(monkeypatch)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("name", "path", "n"), FILLED)
 def test_a_cache_that_fills_up_evicts_from_there(name: str, path: str, n: int, seen: Any) -> None:
     """40 prompt and 30 new tokens, 50 entries: never 51, and what is left is what the rule says."""
@@ -139,6 +150,7 @@ def test_a_cache_that_fills_up_evicts_from_there(name: str, path: str, n: int, s
             assert set(range(fed - 25, fed)) <= set(held)  # H2O's recent half
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("path", PATHS)
 def test_a_method_with_an_evict_of_its_own_is_asked_and_audited(path: str, seen: Any) -> None:
     @dataclass(frozen=True, kw_only=True)
@@ -240,6 +252,47 @@ def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path
         assert record["cache_bytes_end"] <= record["cache_bytes_peak"]
 
 
+@pytest.mark.parametrize("runs", ["reference", pytest.param("interpreted", marks=needs_triton)])
+def test_a_batch_of_the_kernels_answers_as_the_caches_do(
+    runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight methods, bytes over time included; prompts of unlike lengths, heads of unlike numbers."""
+    names = ("exact", "snapkv", "h2o", "uniform", "adakv", "streaming_llm", "topk", "exact 4 bits")
+    options: dict[str, Any] = {
+        "exact 4 bits": {"quantize": {"bits": 4, "group_size": 16}},
+        "streaming_llm": {"decode": "evict"},
+    }
+    pairs = {
+        name: (
+            build_method(name.split()[0], **options.get(name, {})),
+            Budget(size=44, sink=4, window=4),
+        )
+        for name in names
+    }
+    model, lengths, new = model_on(), (60, 41), 5
+    if runs == "interpreted":  # seconds for each launch
+        model, lengths, new = tiny_model("llama", layers=1), (43,), 3
+        model.set_attn_implementation("kvbench")
+    prompts = [Prompt.of(prompt_ids(n), [], pairs, Stopping(new), str(n)) for n in lengths]
+    by_caches = generate_each(model, prompts, seed=1)
+    if runs == "reference":
+        reference_kernels(monkeypatch)
+    else:
+        monkeypatch.setattr(captured, "uses_kernels", lambda device: True)
+        monkeypatch.setattr(captured, "takes", lambda *_: True)
+    launched: list[int] = []
+    real = captured.weighted_decode_attention
+
+    def attention(query: Any, *given: Any, **how: Any) -> Any:
+        launched.append(len(query))
+        return real(query, *given, **how)
+
+    monkeypatch.setattr(captured, "weighted_decode_attention", attention)
+    by_kernels = generate_each(model, prompts, seed=1)
+    assert list(map(facts, by_kernels)) == list(map(facts, by_caches))
+    assert launched
+
+
 # --- steps that are replayed ----------------------------------------------------------------------
 
 ALONE = ("topk", "subgen_streaming", "balancekv_streaming", "exact_4bit", "snapkv_2bit")
@@ -260,11 +313,12 @@ def capturable_prompts(new_tokens: int = 40) -> list[dict[str, Any]]:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps count as captured on a CPU, and are run again instead of replayed; their rows."""
-    captured, should_capture = [], Steps.should_capture
+    reference_kernels(monkeypatch)
+    rows_captured, should_capture = list[int](), Steps.should_capture
     on_a_gpu = [SimpleNamespace(device=torch.device("cuda"))]
 
     def capture(self: Any, model: Any, step: Any, *_: Any) -> Any:
-        captured.append(len(step.__self__.rows))
+        rows_captured.append(len(step.__self__.rows))
         return lambda: step()
 
     def as_on_a_gpu(self: Any, model: Any, steps: int, *rest: Any) -> bool:
@@ -274,7 +328,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Steps, "capture", capture)
     monkeypatch.setattr(Steps, "should_capture", as_on_a_gpu)
     monkeypatch.setattr("kvbench.engine.steps.WORTH_STEPS", 4)
-    return captured
+    return rows_captured
 
 
 def both_ways(asked: list[dict[str, Any]], *where: str, steps: Any = None, **how: Any) -> Any:

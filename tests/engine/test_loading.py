@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from support.asking import generate_one
 from support.encoders import tokenizer as with_template
 from support.kernels import relative
 from support.tiny import on_kvbench, prompt_ids, tiny_model
@@ -25,7 +26,6 @@ from kvbench.engine import loading
 from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.device import input_device
-from kvbench.engine.generate import generate_one
 from kvbench.engine.loading import check_config_class, load_model
 from kvbench.engine.model_spec import (
     ModelError,

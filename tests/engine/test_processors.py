@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from support.asking import Prompt, generate
 from support.generation import SMALL, Letters, tiny_model
 from support.jobs import make_job
 from support.tiny import prompt_ids
@@ -18,7 +19,7 @@ from kvbench import compare, compress
 from kvbench.engine import processors, steps
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.generate import Prompt, Question, generate
+from kvbench.engine.ask import Question
 from kvbench.engine.loading import load_generation_config
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.engine.processors import acting_options

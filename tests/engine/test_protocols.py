@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.asking import Prompt, generate_each
 from support.forward import reference
 from support.generation import Letters, tiny_model
 from support.jobs import Echo, make_job, records_of
@@ -17,10 +18,8 @@ from support.tiny import CHANGE, model_with_table, on_kvbench, prompt_ids
 from torch import Tensor
 
 from kvbench import compare, compress, kept
-from kvbench.engine import decode as decoding
-from kvbench.engine import generate as generation
+from kvbench.engine import ask as asking
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import Prompt, generate_each
 from kvbench.engine.rotary import has_table_of
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -49,14 +48,14 @@ class Noise(Method):
 def first_logits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     """The logits from which first tokens of answers are chosen, by label."""
     seen: list[dict[str, Tensor]] = []
-    real = decoding.pick_first
+    real = asking.pick
 
-    def pick_first(rows: Any, logits: Tensor) -> Tensor:
-        seen.append({row.label: own for row, own in zip(rows, logits, strict=True)})
-        return real(rows, logits)
+    def pick(rows: Any, logits: Tensor, draws: Any) -> Tensor:
+        if not rows[0].answer.chosen:
+            seen.append({row.label: own for row, own in zip(rows, logits, strict=True)})
+        return real(rows, logits, draws)
 
-    for module in (decoding, generation):
-        monkeypatch.setattr(module, "pick_first", pick_first)
+    monkeypatch.setattr(asking, "pick", pick)
     return seen
 
 
@@ -227,8 +226,8 @@ def test_a_prefix_is_shown_as_it_is_in_the_whole_prompt() -> None:
             raise RuntimeError("seen")
 
     for held_back in (0, 1):
-        asked = Prompt(prompt_ids(90), {"x": (Looks(), SMALL)}, "x", [[]], held_back=held_back)
-        generation._read(model, asked, 0)
+        looking = {"x": (Looks(), SMALL)}
+        asking.read(model, prompt_ids(90), looking, seed=0, name="x", held_back=held_back)
     whole, part = seen
     assert (whole.n, part.n) == (90, 89)
     for name in ("keys", "values", "queries"):

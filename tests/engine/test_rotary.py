@@ -7,14 +7,15 @@ from functools import cache
 
 import pytest
 import torch
+from support.asking import Prompt, generate, generate_each
 from support.forward import reference
 from support.tiny import CHANGE, on_kvbench, prompt_ids
 from support.tiny import model_with_table as tiny
 
 from kvbench import compress
-from kvbench.engine import scoring
+from kvbench.engine import ask as scoring
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import Prompt, Question, generate, generate_each
+from kvbench.engine.ask import Question
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
@@ -115,7 +116,7 @@ def test_an_answer_that_would_cross_is_refused():
     for result in generate_each(model, [prompt], seed=0)[0].values():
         assert isinstance(result.failure, KVError)
         assert "54 tokens and 11 more cross 64" in str(result.failure)
-    reading = scoring.read(model, prompt_ids(60), METHODS, seed=0, example_id="x", room=20)
+    reading = scoring.read(model, prompt_ids(60), METHODS, seed=0, name="x", held_back=1, room=20)
     found = scoring.score(model, reading, [prompt_ids(20)])
     assert all("cross 64" in str(scored.failure) for [scored] in found.values())
     small = {"r": (Repeats(), Budget(sink=0, window=0))}
@@ -130,7 +131,9 @@ def test_likelihoods_do_not_depend_on_longer_continuations(n):
     options = [prompt_ids(3, 1), prompt_ids(15, 2)]
 
     def logprobs(continuations):
-        reading = scoring.read(model, prompt_ids(n), METHODS, seed=0, example_id="x", room=20)
+        reading = scoring.read(
+            model, prompt_ids(n), METHODS, seed=0, name="x", held_back=1, room=20
+        )
         found = scoring.score(model, reading, continuations)["exact"]
         return [value for scored in found for value in scored.logprobs]
 

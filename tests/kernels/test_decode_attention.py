@@ -1,4 +1,4 @@
-"""Attention of one new token per row, in torch and in Triton, against its definition in float64."""
+"""Attention of one new token per row, and its reference in torch, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.interpreted import DEVICE
+from support.kernel_reference import APPEND, ATTENTION
 from support.kernels import (
     BRAIN,
     FLOAT,
@@ -22,7 +23,12 @@ from support.kernels import (
 from torch import Tensor
 
 from kvbench.kernels.addresses import addresses_of
-from kvbench.kernels.decode_attention import _too_wide, append_entries, weighted_decode_attention
+from kvbench.kernels.decode_attention import (
+    _too_wide,
+    append_entries,
+    takes,
+    weighted_decode_attention,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -126,13 +132,13 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     query, *entries = put_all(drawn)
     lengths, dim = shape[4], shape[2]
     scaling = dim**-0.5
-    options = {"scaling": scaling, "softcap": softcap, "implementation": implementation}
+    attend, options = ATTENTION[implementation], {"scaling": scaling, "softcap": softcap}
     if sinks:
         options["sinks"] = torch.linspace(-3.0, 9.0, query[:, :, 0].numel(), device=DEVICE)
         options["sinks"] = options["sinks"].view(query.shape[:2]).to(dtype)
     table = addresses_of(*entries)
     counts = torch.tensor(lengths, device=DEVICE)
-    out, mass = weighted_decode_attention(query, table, counts, return_mass=True, **options)
+    out, mass = attend(query, table, counts, return_mass=True, **options)
     expected = by_definition(query, *entries, lengths, scaling, softcap, options.get("sinks"))
     assert out.dtype == dtype
     bound = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
@@ -140,7 +146,7 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     mass_bound = 1e-4 if implementation == "triton" or dtype == FLOAT else bound
     assert relative(out, expected[0]) < bound
     assert relative(mass, expected[1]) < mass_bound
-    alone, none = weighted_decode_attention(query, table, lengths, **options)
+    alone, none = attend(query, table, lengths, **options)
     assert none is None
     assert torch.equal(alone, out)
 
@@ -152,9 +158,8 @@ def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
     ones = torch.ones(2, 300, 16, device=DEVICE)
     query = torch.ones(2, 4, 16, device=DEVICE)
     table = addresses_of([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
-    out, mass = weighted_decode_attention(
-        query, table, [200, 50], scaling=1.0, return_mass=True, implementation=implementation
-    )
+    attend = ATTENTION[implementation]
+    out, mass = attend(query, table, [200, 50], scaling=1.0, return_mass=True)
     expected = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(4, 1).expand(4, 16)
     torch.testing.assert_close(out[0].cpu(), expected)
     assert not mass[0, 1].any()
@@ -171,9 +176,7 @@ def test_a_nan_logit_is_a_nan_answer(implementation):
     query = torch.ones(1, 2, 16, device=DEVICE)
     both_heads = torch.cat([keys, torch.ones_like(keys)]), torch.cat([values, values])
     table = addresses_of([both_heads[0]], [both_heads[1]])
-    out, mass = weighted_decode_attention(
-        query, table, [300], scaling=1.0, return_mass=True, implementation=implementation
-    )
+    out, mass = ATTENTION[implementation](query, table, [300], scaling=1.0, return_mass=True)
     assert out[0, 0].isnan().all()
     assert mass[0, 0].isnan().all()
     torch.testing.assert_close(out[0, 1].cpu(), torch.ones(16))
@@ -199,7 +202,7 @@ def test_arguments_of_a_kernel_are_aligned_whatever_the_number_of_heads(heads, m
     keys = torch.randn(1, 40, 16, device=DEVICE)
     query = torch.randn(1, heads, 16, device=DEVICE)
     table = addresses_of([keys], [keys])
-    weighted_decode_attention(query, table, [40], scaling=1.0, implementation="triton")
+    weighted_decode_attention(query, table, [40], scaling=1.0)
     assert addresses
     assert not any(address % 16 for address in addresses)
 
@@ -211,7 +214,8 @@ def test_append(implementation):
     weights = [None, torch.full((2, 9), 7.0, device=DEVICE)]
     new_key, new_value = torch.randn(2, 2, 4, device=DEVICE), torch.randn(2, 2, 5, device=DEVICE)
     table = addresses_of(keys, values, weights)
-    append_entries(table, [2, 0], new_key, new_value, implementation=implementation)
+    append_entries = APPEND[implementation]
+    append_entries(table, [2, 0], new_key, new_value)
     for row, n in enumerate([2, 0]):
         assert torch.equal(keys[row][:, n], new_key[row])
         assert torch.equal(values[row][:, n], new_value[row])
@@ -222,9 +226,9 @@ def test_append(implementation):
         with pytest.raises(
             ValueError, match="row 0 has length 3 before a new entry; allowed: 0 to 2"
         ):
-            append_entries(table, [3, 1], new_key, new_value, implementation=implementation)
+            append_entries(table, [3, 1], new_key, new_value)
     else:
-        append_entries(table, [3, 1], new_key + 1, new_value, implementation=implementation)
+        append_entries(table, [3, 1], new_key + 1, new_value)
         assert torch.equal(keys[1][:, 1], new_key[1] + 1)
     assert torch.equal(keys[0], before)  # a full row stays as it is
 
@@ -233,23 +237,10 @@ KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
 
 
-@pytest.mark.parametrize(
-    ("heads", "length", "options", "message"),
-    [
-        (3, 5, {}, "over 1 rows of 2 KV heads of dim 4"),
-        (4, 6, {}, "row 0 has length 6"),
-        (
-            4,
-            5,
-            {"implementation": "cuda"},
-            "implementation is 'cuda'; allowed: auto, triton, torch",
-        ),
-    ],
-)
-def test_what_does_not_fit_a_step_or_a_table_is_refused(heads, length, options, message):
+def test_what_does_not_fit_a_step_or_a_table_is_refused():
     table = addresses_of([KEY], [KEY])
-    with pytest.raises(ValueError, match=message):
-        weighted_decode_attention(torch.zeros(1, heads, 4), table, [length], scaling=1.0, **options)
+    with pytest.raises(ValueError, match="over 1 rows of 2 KV heads of dim 4"):
+        weighted_decode_attention(torch.zeros(1, 3, 4), table, [5], scaling=1.0)
     fits = torch.zeros(1, 2, 4)
     wrong = [(fits[:, :1], fits), (fits, fits[..., :3]), (fits, fits.half()), (KEY, KEY)]
     for key, value in wrong:  # heads, dim, dtype, rows
@@ -265,6 +256,8 @@ def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(
     keys = torch.randn(1, 4, 256)
     query = torch.zeros(1, 128, 256)
     with pytest.raises(ValueError, match="128 query heads of dim 256 share a KV head"):
-        weighted_decode_attention(
-            query, addresses_of([keys], [keys]), [4], scaling=1.0, implementation="triton"
-        )
+        weighted_decode_attention(query, addresses_of([keys], [keys]), [4], scaling=1.0)
+    assert not takes(keys[0], keys[0], 128)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="cannot run as a Triton kernel: tensors on cpu"):
+        weighted_decode_attention(query[:, :4], addresses_of([keys], [keys]), [4], scaling=1.0)

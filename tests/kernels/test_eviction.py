@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.interpreted import DEVICE
+from support.kernel_reference import EVICT
 from support.kernels import both
 
 from kvbench.kernels.addresses import Eviction, addresses_of
-from kvbench.kernels.eviction import evict_entries
 
 pytestmark = pytest.mark.cuda
 
@@ -112,7 +112,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
         [entries_of(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)
     ]
     lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
-    evict_entries(table, lengths, received, fed, going, implementation=implementation)
+    EVICT[implementation](table, lengths, received, fed, going)
     for row in range(4):
         for head in range(heads):
             if row == ENDED:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernel_reference import APPEND, ATTENTION
 from support.kernels import needs_triton
 from support.pretended import counted, needs_cuda, needs_pretend
 
@@ -13,7 +14,6 @@ from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
@@ -31,15 +31,14 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def decoded(device: torch.device, **how: Any) -> Any:
+def decoded(device: torch.device, implementation: str = "triton") -> Any:
     keys, values = randn(2, 9, 16).to(device), randn(2, 9, 16, seed=1).to(device)
     table, lengths = addresses_of([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
     new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
-    append_entries(table, lengths, new, new, **how)
+    APPEND[implementation](table, lengths, new, new)
     lengths = lengths + 1
-    out, mass = weighted_decode_attention(
-        query, table, lengths, scaling=0.25, return_mass=True, **how
-    )
+    attend = ATTENTION[implementation]
+    out, mass = attend(query, table, lengths, scaling=0.25, return_mass=True)
     return torch.cat([part.flatten() for part in (out, mass, keys)])
 
 

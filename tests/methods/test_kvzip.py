@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
+from support.asking import generate_one
 from support.encoders import tokenizer
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
@@ -23,7 +24,6 @@ from torch import Tensor
 from kvbench import compress, kept, load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
-from kvbench.engine.generate import generate_one
 from kvbench.engine.kept import entries_of, frame_of
 from kvbench.engine.live_cache import UnsupportedGeneration
 from kvbench.engine.model_spec import ModelSpec

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.asking import generate_one
 from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
 from support.variants import OTHERS, VARIANTS, label
 
 import kvbench.methods
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 

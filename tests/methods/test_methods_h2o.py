@@ -13,9 +13,9 @@ from support.paths import GOLDEN
 from support.tiny import prompt_ids, tiny_model
 from torch import Tensor
 
+from kvbench.engine.ask import read
 from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.prefill import forward_rows
-from kvbench.engine.scoring import read
 from kvbench.kv import Budget, KVError
 from kvbench.lm_eval.released_masks import (
     imagined_cost,
@@ -114,7 +114,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     (scored,) = masked_scores(model, ids, [answer], method, budget)
     assert scored.logprobs == pytest.approx((-expected).tolist(), abs=1e-4)
     assert scored.greedy == (logits.argmax(-1) == torch.tensor(answer)).tolist()
-    reading = read(model, ids, {}, seed=0, example_id="x", room=6)
+    reading = read(model, ids, {}, seed=0, name="x", held_back=1, room=6)
     cost = imagined_cost(model, reading, 55, method, budget)
     assert cost.extras["imagined"] is True
     assert cost.entries["max"] == 22 + (semantics == "released_global")

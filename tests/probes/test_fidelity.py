@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.engine.answer import NonFiniteLogits
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.scoring import read, score
+from kvbench.engine.ask import read, score
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -101,7 +101,7 @@ def test_chunks_bound_the_logits(monkeypatch):
     at_once = teacher_forced(model, ids, continuation, methods)["uniform"]
     rows = []
     model.lm_head.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[:2].numel()))
-    monkeypatch.setattr("kvbench.engine.scoring.CHUNK_LOGITS", 97 * 2 * 5)
+    monkeypatch.setattr("kvbench.engine.ask.CHUNK_LOGITS", 97 * 2 * 5)
     in_chunks = teacher_forced(model, ids, continuation, methods)["uniform"]
     assert max(rows) == 10
     assert in_chunks.kl == pytest.approx(at_once.kl, abs=1e-5)
@@ -131,7 +131,7 @@ def test_several_continuations_share_a_prefill_and_one_failure_stops_no_other():
     }
     passes = []
     with kvbench_attention_on(model):
-        reading = read(model, ids, methods, seed=0, example_id="x", room=4)
+        reading = read(model, ids, methods, seed=0, name="x", held_back=1, room=4)
         model.model.register_forward_pre_hook(lambda *_: passes.append(1))
         scores = score(model, reading, answers)
     assert len(passes) == 1, "six rows, one batch"
@@ -148,7 +148,7 @@ def test_a_continuation_whose_logits_are_no_numbers_fails():
     model.lm_head.weight.data[3] = math.nan
     methods = {"snapkv": (build_method("snapkv"), Budget(size=12, sink=2, window=2))}
     with kvbench_attention_on(model):
-        reading = read(model, ids, methods, seed=0, example_id="x", room=2)
+        reading = read(model, ids, methods, seed=0, name="x", held_back=1, room=2)
         (scored,) = score(model, reading, [[5, 6]])["snapkv"]
     assert isinstance(scored.failure, NonFiniteLogits)
     assert scored.logprobs == []

@@ -12,8 +12,8 @@ import torch
 from support.jobs import SMALL, make_job, records_of
 from torch import Tensor
 
+from kvbench.engine import ask as engine
 from kvbench.engine import decode as engine_decode
-from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
@@ -75,20 +75,20 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
     tmp_path, monkeypatch
 ):
     """300 entries fit in the first layer, and of exact caches no prompt of more than 100 tokens."""
-    forward, prefill = engine_decode.forward, engine.prefill
+    forward, prefill = engine_decode.forward_rows, engine.prefill
 
-    def short_forward(model: Any, ids: Tensor, positions: Tensor, state: Any) -> Any:
+    def short_forward(model: Any, ids: Tensor, positions: Tensor, state: Any, **rest: Any) -> Any:
         rows = getattr(state, "rows", [])
         if ids.shape[1] == 1 and sum(row.caches[0][0].length for row in rows) > 300:
             raise torch.OutOfMemoryError("CUDA out of memory: entries")
-        return forward(model, ids, positions, state)
+        return forward(model, ids, positions, state, **rest)
 
     def short_prefill(model: Any, ids: list[int], rows: list[Any], **options: Any) -> Any:
         if len(ids) > 100 and rows[0].label == "exact":
             raise torch.OutOfMemoryError("CUDA out of memory: the cache")
         return prefill(model, ids, rows, **options)
 
-    monkeypatch.setattr(engine_decode, "forward", short_forward)
+    monkeypatch.setattr(engine_decode, "forward_rows", short_forward)
     monkeypatch.setattr(engine, "prefill", short_prefill)
     settings = [(80, 2, "largest"), (120, 2, 1), (60, 2, 1)]
     result = run_job(job(tmp_path, Throughput(settings=settings, runs=1, most_batch=8)))

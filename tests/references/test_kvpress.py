@@ -24,10 +24,10 @@ from reference_layers import (
     tally,  # noqa: F401 - a fixture
 )
 from scipy import stats
+from support.asking import generate_one
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import generate_one
 from kvbench.engine.model_spec import local_path
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import Method, build_method

@@ -20,10 +20,10 @@ from reference_layers import (
     random_layers,
     tally,  # noqa: F401 - a fixture
 )
+from support.asking import generate_one
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.snapkv import window_scores

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from support.asking import generate_one
 from support.jobs import Letters, make_job, records_of, with_session
 from support.prompts import methods
 
-from kvbench.engine import generate as engine
+from kvbench.engine import ask as engine
 from kvbench.engine.answer import Sampling, Stopping
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.prompts import PromptEncoder

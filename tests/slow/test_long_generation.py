@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as t
+from support.asking import generate_one
 from support.tiny import GROUPED, on_kvbench, prompt_ids
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import register
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

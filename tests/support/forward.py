@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.generate import generate_one
 from kvbench.kv import Budget
+from support.asking import generate_one
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
 
