@@ -39,7 +39,8 @@ def row_of(method: Any, ids: list[int]) -> Row:
 
 def check_frame(name: str, options: dict[str, Any]) -> None:
     ids = Letters().encode(PROMPT)
-    frame = kvbench.kept(MODEL, Letters(), PROMPT, name, **SMALL, **options)
+    whole: dict[str, Any] = {"compress_after": "prompt", **SMALL}
+    frame = kvbench.kept(MODEL, Letters(), PROMPT, name, **whole, **options)
     assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
     row = row_of(build_method(name, **options), ids)
     for layer, (cache,) in row.caches.items():
@@ -100,7 +101,8 @@ def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_pa
         assert [record["example_id"] for record in found if "kept" in record] == ["e0", "e1"]
         assert {record["evidence"] for record in found} == {"THE ANSWER"}
         kept = found[0]["kept"]
-        assert kept["tokens"] == found[0]["prompt_tokens"] == 64 + 10 + 64 + 11
+        assert found[0]["prompt_tokens"] == 64 + 10 + 64 + 11
+        assert kept["tokens"] == found[0]["prompt_tokens"] - 1  # one is held back
         assert kept["answer"] == [64, 74]
         assert len(kept["texts"]) == len(kept["layers"]["0"])
         assert "".join(kept["texts"])[64:74] == "THE ANSWER"
