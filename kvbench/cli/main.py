@@ -47,7 +47,7 @@ from kvbench.records.store import safe_name
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 ROWS = re.compile(r"(?i)\.(jsonl|json|csv|tsv|parquet)(\.gz)?$|[*?]")
-"""What names files, be they there or not, and no data set of the Hub."""
+"""A word that this finds names files, be they there or not, and no data set of the Hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

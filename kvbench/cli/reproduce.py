@@ -24,7 +24,6 @@ from kvbench.cli.items import PaperItem, item_called, paper_items
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, check_known, needs_extra
 
-Run = Callable[[Sequence[str]], int]
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of the package. They read no English."""
@@ -32,11 +31,11 @@ FIXTURES = "${FIXTURES}"
 INVENTED = (FIXTURES, "haystack_files=[]", "dataset=null", "task.files=[]")
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = {"batch_size", "decode", "dry_run", "example_timeout"}
-OF_JOBS |= {"launcher", "logger", "retry_failed", "shards"}
+OF_JOBS |= {"launcher", "logger", "rerun", "retry_failed", "shards"}
 """Keys of jobs, which scripts do not have."""
 
 
-def reproduce(arguments: Sequence[str], run: Run) -> int:
+def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Make an item, an experiment, or all items; returns the largest exit status."""
     name, *overrides = arguments
     with explaining():  # before anything is made, so that ``all`` says it once
@@ -57,7 +56,7 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     return max(statuses)
 
 
-def _reproduce_all(overrides: Sequence[str], run: Run, dry: bool) -> int:
+def _reproduce_all(overrides: Sequence[str], run: Callable[[Sequence[str]], int], dry: bool) -> int:
     """Make every item, and an index of all pages; returns the largest exit status."""
     from kvbench.report.page import write_index
 
@@ -87,7 +86,7 @@ def run_script(name: str, arguments: Sequence[str], dry: bool = False) -> int:
     path = Path("scripts", f"{name}.py")
     file = config_dir().resolve().parent / path
     if not file.is_file():
-        raise UserError(f"{path} is not installed; allowed: kvbench's repository, where it is")
+        raise UserError(f"{path} is not installed; use kvbench's repository, where it is")
     command = [sys.executable, str(file), *arguments]
     if dry:
         print(shlex.join(["python", str(path), *arguments]), flush=True)

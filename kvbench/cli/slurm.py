@@ -44,7 +44,7 @@ LATE = 60.0
 """How much later than the end of a job a network file system may show its result, in seconds."""
 
 
-class Work:
+class SlurmJob:
     """Calls `kvbench.cli.jobs.work` in the process that Slurm started. submitit pickles this object when
     it submits the job, and when it puts it back into the queue."""
 
@@ -117,7 +117,7 @@ class SlurmLauncher(Launcher):
             # Since Slurm 22.05, srun does not take the number of CPUs over from sbatch.
             "srun_args": [] if cpus is None else [f"--cpus-per-task={cpus}"],
             "additional_parameters": {"requeue": True, **(options.pop("sbatch") or {})},
-            "signal_delay_s": 120,  # before the time limit, for what `Work` does then
+            "signal_delay_s": 120,  # before the time limit, for what `SlurmJob` does then
             "setup": list(options["setup"]),
             "name": "kvbench",
         }
@@ -140,14 +140,14 @@ class SlurmLauncher(Launcher):
             executor.update_parameters(**options)
             with redirect_stderr(warnings_of_submitit), submitit.helpers.clean_env():
                 os.environ.update(kept)
-                jobs = executor.map_array(Work(), *zip(*orders, strict=True))
+                jobs = executor.map_array(SlurmJob(), *zip(*orders, strict=True))
         except FailedJobError as error:  # its message contains sbatch's
             errors = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
             line = errors[0] if errors else first_line(error)
             raise UserError(f"Slurm refused the jobs: {line}") from error
         except RuntimeError as error:
             raise UserError(
-                f"launcher=slurm: {first_line(error)}; allowed: a machine with sbatch and srun"
+                f"launcher=slurm: {first_line(error)}; use a machine with sbatch and srun"
             ) from error
         print(warnings_of_submitit.getvalue(), end="", file=sys.stderr)
         return jobs

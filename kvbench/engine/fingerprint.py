@@ -105,8 +105,8 @@ def _folder(path: str, spec: ModelSpec, names: tuple[str, ...], fetch: bool) -> 
     folder = Path(local_path(path))
     if folder.is_dir():
         return folder
-    origin = origin_of(path, spec.revision)
-    origin["local_files_only"] |= not fetch
+    here = {"revision": spec.revision, "local_files_only": True}
+    origin = origin_of(path, spec.revision) if fetch else here
     return Path(snapshot_download(path, allow_patterns=list(names), **origin))
 
 

@@ -33,7 +33,7 @@ class UserError(Exception):
 
 def needs_extra(package: str, extra: str) -> str:
     """One line for a package that is missing, with the command that installs it."""
-    return f"{package} is not installed; allowed: pip install 'kvbench[{extra}]'"
+    return f"{package} is not installed; try: pip install 'kvbench[{extra}]'"
 
 
 def nearest(word: str, allowed: Sequence[str]) -> str:

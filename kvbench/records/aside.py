@@ -97,8 +97,7 @@ def _aside(folder: Path, manifest: Manifest, why: str) -> Aside:
 
 
 def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What the records of a run of one identity are of, in place of another's code and weights; empty
-    where they are of the same."""
+    """The code or weights of a run of one identity, where they are not those of another; else empty."""
     before: Mapping[str, str] = theirs.get("source") or {}
     now: Mapping[str, str] = ours.get("source") or {}
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
@@ -132,7 +131,7 @@ def _settings(manifest: Manifest) -> Any:
 
 
 def _key(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """What runs have in common of which one counts: model, task, method and settings."""
+    """Of runs with the same model, task, method and settings, the last one counts."""
     return (*folder.parts[-3:-1], manifest.get("method"), _settings(manifest))
 
 

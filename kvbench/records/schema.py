@@ -18,9 +18,9 @@ from kvbench.records.figures import TaskKind
 FORMAT = 2
 """The version of manifest and records; it is raised when an older kvbench would misread them. A manifest
 without one is of format 1, whose `identity` does not say what code and weights its records are of."""
-Text = str | None
-Number = float | None
-Flag = bool | None
+TextOrNull = str | None
+NumberOrNull = float | None
+FlagOrNull = bool | None
 
 _checked = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
@@ -29,45 +29,45 @@ _checked = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=Fals
 class Record(TypedDict):
     """A line of a records file."""
 
-    experiment: Text
-    model: Text
-    task: Text
-    dataset: Text
+    experiment: TextOrNull
+    model: TextOrNull
+    task: TextOrNull
+    dataset: TextOrNull
     example_id: str
-    method: Text
-    config_hash: Text
+    method: TextOrNull
+    config_hash: TextOrNull
     seed: int | None
     status: Literal["ok", "over_budget", "oom", "error", "timeout"]
-    prompt_tokens: Number
-    new_tokens: Number
-    capacity: Number
+    prompt_tokens: NumberOrNull
+    new_tokens: NumberOrNull
+    capacity: NumberOrNull
     entries: dict[str, Any] | None
-    cache_bytes: Number
-    exact_bytes: Number
-    ratio: Number
-    compressed: Flag
-    saves_memory: Flag
-    prefill_s: Number
-    compress_s: Number
-    decode_s: Number
-    decode: NotRequired[Text]  # records before 0.3 lack these five
-    max_new_tokens: NotRequired[Number]  # of answers
+    cache_bytes: NumberOrNull
+    exact_bytes: NumberOrNull
+    ratio: NumberOrNull
+    compressed: FlagOrNull
+    saves_memory: FlagOrNull
+    prefill_s: NumberOrNull
+    compress_s: NumberOrNull
+    decode_s: NumberOrNull
+    decode: NotRequired[TextOrNull]  # records before 0.3 lack these five
+    max_new_tokens: NotRequired[NumberOrNull]  # of answers
     # Whether the task's score was settled before the answer's own end.
-    ended_early: NotRequired[Flag]
-    held_back: NotRequired[Number]  # the prompt's last tokens that were fed, not compressed
+    ended_early: NotRequired[FlagOrNull]
+    held_back: NotRequired[NumberOrNull]  # the prompt's last tokens that were fed, not compressed
     # Of the first token's text alone, where it is the exact cache's.
-    first_token_score: NotRequired[Number]
-    prediction: Text
+    first_token_score: NotRequired[NumberOrNull]
+    prediction: TextOrNull
     answers: list[Any] | None
-    prompt_tail: Text
-    score: Number
-    error: Text
+    prompt_tail: TextOrNull
+    score: NumberOrNull
+    error: TextOrNull
 
 
 COMMON_FIELDS = tuple(Record.__annotations__)
 """Fields every record has; a value that its status makes unavailable is null."""
 
-NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if kind == Number)
+NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if kind == NumberOrNull)
 """Common fields that are numbers (or null)."""
 
 
@@ -101,9 +101,9 @@ class TaskMeta(TypedDict, total=False):
     measures: list[str] | None
     figures: list[dict[str, Any]] | None
     kind: TaskKind | None
-    metric: Text
+    metric: TextOrNull
     unit: str
-    subject: Text
+    subject: TextOrNull
 
 
 @_checked
@@ -111,12 +111,12 @@ class Manifest(TypedDict, total=False):
     """The config, versions and hardware that a run's records were made with."""
 
     format: Annotated[int, Ge(1), Le(FORMAT)]
-    experiment: Text
-    model: Text
-    task: Text
-    method: Text
-    config_hash: Text
-    settings_hash: Text
+    experiment: TextOrNull
+    model: TextOrNull
+    task: TextOrNull
+    method: TextOrNull
+    config_hash: TextOrNull
+    settings_hash: TextOrNull
     seed: int | None
     config: Config | None
     identity: Config | None

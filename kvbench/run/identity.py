@@ -21,8 +21,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "compress_after": "prompt",
     "timeout_s": None,
 }
-"""What hashes left out in the past: no defaults of today, and no place for a new setting, which enters
-every hash by its name."""
+"""Settings that hashes left out in the past, at these values. They are no defaults of today, and no
+place for a new setting, which enters every hash by its name."""
 
 CODE = ("source", "weights", "task_version", "method_version")
 """The parts of an identity that say which code and which weights its numbers are of."""

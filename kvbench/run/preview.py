@@ -40,7 +40,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
         label: {
             record["example_id"]
             for record in read_records(folder)
-            if record["status"] == "ok" or not job.retry_failed
+            if job.rerun is None and (record["status"] == "ok" or not job.retry_failed)
         }
         & record_ids(job.units)
         for label, folder in (job.folders if is_here else {}).items()
@@ -83,11 +83,10 @@ def print_dry_run(job: Job, name: str = "") -> None:
             f"  results in {folder}",
         ]
         lines += [f"  warning: {warning}" for warning in job.warnings]
-        if is_here:
-            aside = lines_of(job.aside)
-            lines += [f"  left aside: {line}" for line in aside]
-        else:
-            lines += ["  the weights are not on this machine: what they have on disk is not known"]
+    if is_here:
+        lines += [f"  left aside: {line}" for line in lines_of(job.aside)]
+    else:
+        lines += ["  the weights are not on this machine: what they have on disk is not known"]
     out = Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a manifest says about the origin of its numbers: code revision, versions, hardware, command."""
+"""The origin of a run's numbers, for its manifest: code revision, versions, hardware, command."""
 
 from __future__ import annotations
 

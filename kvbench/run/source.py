@@ -34,7 +34,7 @@ import kvbench
 
 PACKAGE = Path(kvbench.__file__).resolve().parent
 UNSAVED = "unsaved"
-"""What the digest of a module without a file begins with; after it comes the command's own name."""
+"""The digest of a module without a file is this word and the command's own name."""
 COMPILED = (*EXTENSION_SUFFIXES, ".so", ".dll", ".dylib")
 _digests: dict[str, tuple[ModuleSpec | None, str]] = {}
 """By module the spec by which it was imported, and its digest: a reloaded module has another spec."""

@@ -114,7 +114,7 @@ def test_without_slurm_launcher_slurm_says_so(
     assert status == USAGE
     assert err == (
         'kvbench: launcher=slurm: Could not detect "srun", are you indeed on a slurm cluster?; '
-        "allowed: a machine with sbatch and srun\n"
+        "use a machine with sbatch and srun\n"
     )
 
 
@@ -129,7 +129,7 @@ def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(
     monkeypatch.setattr(slurm, "work", lambda *_: signal.raise_signal(signal.SIGUSR2))
     try:
         with pytest.raises(Terminated):
-            slurm.Work()("outcome", "order")
+            slurm.SlurmJob()("outcome", "order")
     finally:
         signal.signal(signal.SIGUSR2, before)
 

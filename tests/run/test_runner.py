@@ -351,3 +351,15 @@ def test_a_dry_run_shows_the_capacity_of_each_method_at_the_median_prompt(
     assert "as the task says" not in out
     print_dry_run(make_job(tmp_path, EXACT, plan=Throughput(settings=[(60, 4, 1, 0.5)], runs=1)))
     assert "tokens as the task says" in capsys.readouterr().out
+
+
+def test_a_dry_run_fetches_no_weights_and_a_rerun_runs_all(tmp_path: Path, capsys: Any) -> None:
+    job = make_job(tmp_path, EXACT)
+    run_job(job)
+    print_dry_run(replace(job, rerun="now"))
+    assert "4 examples, 4 of them to run" in capsys.readouterr().out
+    del vars(job.session)["weights"]  # nor are they on the Hub
+    print_dry_run(replace(job))
+    out = capsys.readouterr().out
+    assert "the weights are not on this machine: what they have on disk is not known" in out
+    assert "4 examples, 4 of them to run" in out

@@ -68,7 +68,7 @@ def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> 
             assert metric("3", Key(('{"a": "3"}',), ("3", "4"), pattern="3"))["score"] <= 1
     assert {"qa_f1", "boxed"} <= refused.keys()
     assert not {"contains", "f1", "code_similarity"} & refused.keys()
-    command = "allowed: pip install 'kvbench[lm-eval]'"
+    command = "try: pip install 'kvbench[lm-eval]'"
     assert all(message.endswith(command) for message in refused.values())
 
 
