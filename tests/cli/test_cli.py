@@ -470,3 +470,20 @@ def test_hydra_s_own_options_work_as_in_any_of_its_programs(
     status, out, _ = main(capsys, "-sc", "query=bash")
     assert (status, out.split()) == (0, ["task=longeval_lines", "task=longeval_lines_context"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "methods"),
+    [
+        ("snapkv", "[exact,snapkv]"),
+        ("snapkv,h2o", "[exact,snapkv,h2o]"),
+        ("h2o,exact", "[h2o,exact]"),
+        ("exact", "[exact]"),
+        ("[snapkv]", "[snapkv]"),
+        ("[snapkv,h2o]", "[snapkv,h2o]"),
+    ],
+)
+def test_exact_runs_beside_every_method_unless_a_list_says_otherwise(
+    typed: str, methods: str
+) -> None:
+    assert expanded([f"method={typed}"]) == [f"method={methods}"]

@@ -18,6 +18,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["show", "method=snapkvv"],
         "Could not find 'method/snapkvv' (did you mean 'snapkv'?); allowed: ",
     ),
+    (["method=[exact,h3o]"], "Could not find 'method/h3o' (did you mean 'h2o'?); allowed: adakv, "),
     (
         ["task=hotpotqa"],
         "'task/hotpotqa' (did you mean task=longbench 'task.datasets=[hotpotqa]'?)",
