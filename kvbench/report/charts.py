@@ -121,7 +121,7 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
     compressed variants whose runs measure several rates for the score at each rate instead, since a
     mean over all rates says nothing. Ratio and bytes are means over the same examples."""
     frame = tidy(group)
-    shown = frame[frame["measure"].isin(["score", "difference"])]
+    shown = frame[frame["measure"].isin(["score", "difference", "times"])]
     at_rates = shown[shown["by"].eq("rate") & shown["measure"].eq("score")]
     shown = shown[shown["by"].ne("rate")]
     if at_rates["value"].nunique() > 1:
@@ -133,7 +133,9 @@ def _score_rows(group: Group) -> list[dict[str, Any]]:
     rows = []
     for row in in_percent(shown).assign(is_all=shown.index.isin(last.index)).to_dict("records"):
         label, by, value = row["variant"], row["by"], row["value"]
-        measure = "score" if row["measure"] == "score" else f"difference to {BASELINE}"
+        measure = {"difference": f"difference to {BASELINE}", "times": f"times {BASELINE}"}.get(
+            row["measure"], "score"
+        )
         rate = row["rate"] if label in group.compressed else None
         part = str(value)
         if by == "measure":

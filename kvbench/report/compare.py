@@ -18,17 +18,16 @@ import pandas as pd
 
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group
-from kvbench.report.frame import AVERAGE, failures_of, failures_text, scores
+from kvbench.report.frame import AVERAGE, comparisons, failures_of, failures_text, scores
 from kvbench.report.labels import as_text
 from kvbench.report.page import html
 from kvbench.report.render import PAGE_MARK, csv, write_text
-from kvbench.report.stats import ALPHA, holm
+from kvbench.report.stats import ALPHA, NOTHING, holm
 from kvbench.report.table import (
     INTERVAL,
     LEGEND,
     Column,
     Table,
-    about_rounds,
     in_percent,
     number,
     p_text,
@@ -42,10 +41,11 @@ from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
+_TIMES = ["times", "times_low", "times_high"]
 CHANGE = (
-    "change: second minus first, paired over the examples that both scored; p is adjusted by Holm's"
-    " method for all methods and tasks. Bold: p is below 0.05. seconds: median of compressing and"
-    " decoding."
+    "change: second minus first, or second over first (of geometric means) where values are never"
+    " negative, paired over the examples that both scored; p is adjusted by the discrete Holm method for"
+    " all methods and tasks. Bold: p is below 0.05. seconds: median of compressing and decoding."
 )
 CSV_MARK = "model,task,dataset,unit,"
 """How compare.csv begins."""
@@ -75,7 +75,8 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         )
     frame = pd.concat([_changes(*match) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    frame.loc[last, "p"] = holm(frame.loc[last, "p"])
+    frame.loc[last, "p"] = holm(frame.loc[last, "p"], frame.loc[last, "discordant"])
+    frame = frame.drop(columns="discordant")
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
@@ -86,11 +87,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         for group, variant in own
         if (group, variant) not in paired
     ]
-    looks = max(group.looks for match in matched for group, _ in match)
-    rounds = [about_rounds(looks)] if looks > 1 else []
-    tables = [
-        _task_table(part, rounds) for _, part in frame[last].groupby(["task", "model"], sort=False)
-    ]
+    tables = [_task_table(part) for _, part in frame[last].groupby(["task", "model"], sort=False)]
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
@@ -127,9 +124,12 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     examples the second is better or worse, and what each side cost."""
     both = _one_group(first, second)
     frame = scores(both)
-    change = frame[frame["measure"].eq("difference")].set_index("value")
-    frame["shown"] = frame["variant"].where(frame["measure"].eq("score"), "difference")
-    rows = wide(frame, ["value"], "shown").set_index("value").assign(p=change["p"])
+    is_score = frame["measure"].eq("score")
+    frame["shown"] = frame["variant"].where(is_score, frame["measure"])
+    rows = wide(frame, ["value"], "shown").set_index("value")
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_NUMBERS, *_TIMES])))
+    rows["p"] = frame[~is_score].set_index("value")["p"]
+    rows["discordant"] = comparisons(both).get((1, 0), NOTHING).discordant
     records = both.records.assign(value=both.records["dataset"].map(as_text))
     good = records[records["status"] == "ok"].dropna(subset=["score"])
     good = good.assign(seconds=good["compress_s"].fillna(0.0) + good["decode_s"])
@@ -181,8 +181,7 @@ def _one_group(first: Side, second: Side) -> Group:
     baseline = {SIDES[0]: None, SIDES[1]: SIDES[0]}
     variants = tuple(map(Variant, SIDES))
     records = records.assign(unit=records[unit])
-    manifests = (*a.manifests, *b.manifests)  # they say how many rounds there may have been
-    return Group(model, b.task, meta, variants, records, baseline, manifests)
+    return Group(model, b.task, meta, variants, records, baseline)
 
 
 def _datasets_of_both(first: Side, second: Side) -> set[Any]:
@@ -193,12 +192,13 @@ def _datasets_of_both(first: Side, second: Side) -> set[Any]:
     return one & other
 
 
-def _task_table(total: pd.DataFrame, rounds: Sequence[str]) -> Table:
+def _task_table(total: pd.DataFrame) -> Table:
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
     text, signed = score_format(unit), score_format(unit, signed=True)
     columns = [
         Column("variant", "method"),
         Column("difference", "change", signed),
+        Column("times", "change, times", number),
         Column("p", text=p_text),
         *(Column(side, text=text) for side in SIDES),
         Column("common_examples", "common", whole),
@@ -207,13 +207,14 @@ def _task_table(total: pd.DataFrame, rounds: Sequence[str]) -> Table:
         *(Column(f"{side}_seconds", f"{side} seconds", number) for side in SIDES),
         *(Column(f"{side}_failed", f"{side} failed") for side in SIDES),
     ]
+    marks = (total["p"] < ALPHA).map({True: "shown", False: ""})
     few = [LEGEND["few"]] if total["p"].isna().any() else []
     return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
-        total.assign(difference_mark=(total["p"] < ALPHA).map({True: "shown", False: ""})),
+        total.assign(**{f"{name}_mark": marks for name in ("difference", "times")}),
         with_values(total, columns),
-        (INTERVAL, CHANGE, *few, *rounds),
+        (INTERVAL, CHANGE, *few),
     )
 
 

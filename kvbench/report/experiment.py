@@ -135,11 +135,6 @@ class Group:
         return sorted(names, key=natural_order) if numbered else names
 
     @property
-    def looks(self) -> int:
-        """How many rounds the runs may have had at most (`limit=auto`); 1 for a number of examples."""
-        return max([1, *(len(manifest.get("rounds") or ()) for manifest in self.manifests)])
-
-    @property
     def baseline_name(self) -> str | None:
         """The method from which differences are taken; None where it was not run."""
         return BASELINE if any(self.baseline.values()) else None

@@ -1,16 +1,16 @@
 """The tidy frame from which tables, figures and files are made. It has a row for each variant and
 measure, and for each part of the examples that the measure is taken over.
 
-measure    "score"; "difference", paired, of the score from that of the exact cache; one of `COSTS`; or,
-           of a method run at several rates, "ratio_at_95" (`kvbench.report.ratios`), whose variant is
-           the method without its rate
+measure    "score"; "difference", paired, of the score from that of the exact cache, or "times", its
+           ratio to it (`kvbench.report.stats.paired`); one of `COSTS`; or, of a method run at several
+           rates, "ratio_at_95" (`kvbench.report.ratios`), whose variant is the method without its rate
 by, value  the part: a record field, such as "dataset", and the value that it has in all examples of
            the part. The value "average" of "dataset" is the mean over datasets with equal weights
 unit       the unit of the score
 mean       the number
 low, high  the bounds of its 95 % interval
-p          the p-value of the hypothesis that a difference is 0; that of a total difference is adjusted
-           for all methods at its rate
+p          the p-value of the hypothesis that a difference is 0, or a ratio 1; that of a total is
+           adjusted for all methods at its rate
 n          the number of scored examples
 expected   the number of examples that the variant was to be run on
 units      the number of independent units that have a score
@@ -253,13 +253,16 @@ def _rows(
         words = [marks.get(i, ""), "incomplete" if num_scored < num_expected else ""]
         mark = " ".join(filter(None, words))
         rows.append(columns | _numbers(of_scores[i]) | {"measure": "score", "mark": mark})
-        if group.baseline[label] is not None:
-            rows.append(columns | _numbers(changes[i]) | {"measure": "difference"})
+        if group.baseline[label] is not None and (
+            group.percent or changes[i].value == changes[i].value
+        ):
+            measure = "times" if changes[i].times else "difference"
+            rows.append(columns | _numbers(changes[i]) | {"measure": measure})
     return rows
 
 
 def _numbers(estimate: Estimate) -> dict[str, float]:
-    return dict(zip(("mean", "low", "high", "p"), estimate, strict=True))
+    return {"mean": estimate.value, "low": estimate.low, "high": estimate.high, "p": estimate.p}
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
@@ -314,7 +317,7 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, value: str) -> Score
         for i, label in enumerate(labels)
     )
     unit_of_pair = pd.factorize(units, sort=True)[0]
-    return Scores(value, values, given, unit_of_pair, statuses, group.looks)
+    return Scores(value, values, given, unit_of_pair, statuses)
 
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:

@@ -86,5 +86,5 @@ def _against(
         return "few"
     if not change.p < ALPHA:
         return "tied"
-    lead = -sign * change.value if swapped else sign * change.value
+    lead = -sign * change.lead if swapped else sign * change.lead
     return "worse" if lead > 0 else "better"

@@ -66,7 +66,7 @@ def timing_table(group: Group) -> Table:
             for name in ("prefill_compress_s", "decode_s"):
                 row |= {f"{name}_min": measured[name].min(), name: measured[name].median()}
             for name, field in _MEDIANS.items():
-                row |= median_of(measured[field], group.looks).named(name)
+                row |= median_of(measured[field]).named(name)
             row |= dict(measured[list(_MEANS)].mean())
             rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
     frame = pd.DataFrame(rows)

@@ -12,6 +12,9 @@ rates it is a straight line over the measured ratio. Enough is the smallest rati
 nowhere negative: what a lower rate wins where a higher one loses is chance, and does not count. The
 bounds of its interval are where the upper and the lower bound of the margin do the same.
 
+With few prompts nothing can be told: the margin of a method that loses nothing at all has an interval
+that reaches below zero, too (`prompts_for_95`). There is no number then, and a note says so.
+
 What lies beyond the rates that were run is not guessed at. Lower is better, a difference or an error
 have no 95 %, and an exact cache that scores nothing has nothing to keep: there is no number then.
 """
@@ -30,7 +33,7 @@ from numpy.typing import ArrayLike
 
 from kvbench.report.experiment import Group
 from kvbench.report.labels import as_text
-from kvbench.report.stats import Estimate, Pair, Scores, paired
+from kvbench.report.stats import Estimate, Pair, Scores, differences, paired
 from kvbench.report.variants import Variant
 
 HELD = ["ratio", "cache_bytes"]
@@ -209,13 +212,61 @@ def enough_ratios(
             ratios[label] = float(np.mean(means)) if means else math.nan
             if ratios[label] < 1:
                 pairs.append(pair)
+    enough_prompts = {exact: prompts_for_95(strata, exact) for exact in {pair[1] for pair in pairs}}
     points: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
     for pair, margin in zip(pairs, paired(strata, pairs, fraction=True, share=SHARE), strict=True):
         method, exact = pair
-        exact_scores = any(np.nansum(dataset.values[:, exact]) > 0 for dataset in strata)
-        if exact_scores and not math.isnan(margin.value):
+        if enough_prompts[exact] <= _num_units(strata, exact) and not math.isnan(margin.low):
             label = group.labels[method]
-            points[group.names[label]].append((float(ratios[label]), margin))
+            points[group.names[label]].append((ratios[label], margin))
     if max(map(len, points.values()), default=0) < 2:
         return {}
     return {name: enough(*zip(*each, strict=True)) for name, each in points.items()}
+
+
+def prompts_for_95(strata: Sequence[Scores], exact: int) -> float:
+    """How many prompts can tell that a method which loses nothing keeps 95 % of the score of the variant
+    `exact`, with the datasets as large beside each other as they are: the interval of its differences,
+    which are all 0, has to reach no further than 5 % of that score. Infinite where the score is 0."""
+    parts = [dataset.by_unit(dataset.values[:, [exact]]) for dataset in strata]
+    largest = max((float(np.nanmax(part, initial=0.0)) for part in parts), default=0.0)
+    if not largest or not all((~np.isnan(part)).any() for part in parts):
+        return math.inf
+    lost = (1 - SHARE) * float(np.mean([np.nanmean(part) for part in parts]))
+    for times in 1.02 ** np.arange(300):
+        sizes = [math.ceil((~np.isnan(part)).sum() * times) for part in parts]
+        (unchanged,) = differences([np.zeros((size, 1)) for size in sizes], reach=largest)
+        if unchanged.high <= lost:
+            return float(sum(sizes))
+    return math.inf
+
+
+def _num_units(strata: Sequence[Scores], variant: int) -> int:
+    return sum(
+        int((~np.isnan(dataset.by_unit(dataset.values[:, [variant]]))).sum()) for dataset in strata
+    )
+
+
+def too_few_for_95(group: Group, strata: Sequence[Scores]) -> str:
+    """A note on the prompts that the ratio at 95 % lacks; empty where it has enough or is none."""
+    exact = {group.labels.index(label) for label in group.baseline.values() if label}
+    several = any(len({at for at in ats if at}) > 1 for ats in _rates_by_name(group).values())
+    if (
+        not group.percent
+        or group.meta.lower_is_better
+        or measures_several_rates(group)
+        or not several
+    ):
+        return ""
+    wanted = max((prompts_for_95(strata, i) for i in exact), default=math.inf)
+    have = min((_num_units(strata, i) for i in exact), default=0)
+    if have >= wanted or math.isinf(wanted):
+        return ""
+    return f"The ratio that keeps 95 % can be told from about {wanted:.0f} prompts on; these are {have}."
+
+
+def _rates_by_name(group: Group) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for variant in group.variants:
+        found[variant.without_rate].append(variant.at)
+    return found

@@ -36,7 +36,6 @@ class VariantCurve:
         frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
         parts: [repetitions of the panel, levels] what each contributes to the logarithm of the mean.
         units: the number of the curve's repetitions.
-        looks: see `kvbench.report.stats.Scores`.
     """
 
     facet: str
@@ -44,7 +43,6 @@ class VariantCurve:
     frame: pd.DataFrame
     parts: Array
     units: int
-    looks: int
 
     def slope(self, least: float, most: float) -> tuple[Estimate, float]:
         """Least-squares slope of log y against log x over levels in [least, most], and the share of the
@@ -55,9 +53,7 @@ class VariantCurve:
         x, y = (np.log(self.frame.loc[used, key].to_numpy(float)) for key in ("x", "mean"))
         weights = (x - x.mean()) / np.square(x - x.mean()).sum()
         share = np.corrcoef(x, y)[0, 1] ** 2 if used.sum() > 2 and np.ptp(y) else math.nan
-        return _interval(y @ weights, self.parts[:, used] @ weights, self.units, self.looks), float(
-            share
-        )
+        return _interval(y @ weights, self.parts[:, used] @ weights, self.units), float(share)
 
     def over(self, other: VariantCurve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
@@ -69,17 +65,18 @@ class VariantCurve:
             return NOTHING  # the exact cache has no error
         ratio = math.log(self.frame["mean"][i] / other.frame["mean"][j])
         parts = self.parts[:, i] - other.parts[:, j]
-        logarithm = _interval(ratio, parts, self.units, self.looks)
-        return Estimate(*map(math.exp, logarithm[:3]))
+        logarithm = _interval(ratio, parts, self.units)
+        value, low, high = map(math.exp, logarithm[:3])
+        return Estimate(value, low, high)
 
 
-def _interval(value: float, parts: Array, units: int, looks: int) -> Estimate:
+def _interval(value: float, parts: Array, units: int) -> Estimate:
     """A value with its interval, given what each repetition contributes to it (`parts`); one repetition
     has no interval."""
     if units < 2:
         return Estimate(float(value))
     error = math.sqrt(units / (units - 1) * float(np.square(parts).sum()))
-    half = float(stdtrit(units - 1, 1 - ALPHA / looks / 2)) * error
+    half = float(stdtrit(units - 1, 1 - ALPHA / 2)) * error
     return Estimate(float(value), float(value) - half, float(value) + half)
 
 
@@ -101,16 +98,13 @@ def curves_of(group: Group, spec: Curve) -> list[VariantCurve]:
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
             mean = table.mean().where(lambda y: y > 0)
             parts = ((table - mean) / mean / table.count()).reindex(repeats).fillna(0.0).to_numpy()
-            ends = [
-                _interval(m, d, len(table), group.looks)
-                for m, d in zip(np.log(mean), parts.T, strict=True)
-            ]
+            ends = [_interval(m, d, len(table)) for m, d in zip(np.log(mean), parts.T, strict=True)]
             frame = mine.groupby("level", as_index=False)["x"].mean()
             frame = frame.assign(facet=str(facet), label=variant.label, method=variant.method)
             frame = frame.assign(mean=table.mean().to_numpy())
             for end in ("low", "high"):
                 frame[end] = np.exp([getattr(interval, end) for interval in ends])
-            curves.append(VariantCurve(str(facet), variant, frame, parts, len(table), group.looks))
+            curves.append(VariantCurve(str(facet), variant, frame, parts, len(table)))
     return curves
 
 

@@ -3,15 +3,18 @@
 One convention in every table, page and file:
 
 - The unit is the independent prompt. Where there are several datasets, each has the same weight.
-- An interval is a 95 % interval by itself. One dataset of right and wrong answers has Wilson's, with the
-  correction for continuity; medians have the sign test's. All others are Student's t intervals on each
-  dataset's units and two more (`_moments`), of measures that are nowhere negative on the logarithmic
-  scale. Units that are all equal have none, unless they are fractions.
-- Where a command may look at its scores several times (`limit=auto`), all of this is at the level
-  1 - .05 / looks at each look, so that it holds at whichever the command stops (`Scores.looks`).
+- An interval is a 95 % interval by itself, of a mean from `LEAST` prompts on, of a difference from
+  `FEWEST`, as its test. One dataset of right and wrong answers has Wilson's, with the correction for
+  continuity; medians have the sign test's. All others are Student's t intervals on each dataset's units
+  and two more (`_moments`), of measures that are nowhere negative on the logarithmic scale. Units that
+  are all equal have none, unless they are fractions.
+- Two variants are compared on the scale that has the intervals: measures that are nowhere negative by
+  their ratio, of geometric means, which is the paired t test of log ratios (`times`); all others by the
+  difference of means.
 - A difference is tested from ten prompts on: by the exact McNemar test for right and wrong answers of
-  one dataset, else by the t test that belongs to the interval. Holm's method adjusts the p-values of
-  the pairs at one rate (`compared`); marks follow them (`kvbench.report.marks`).
+  one dataset, or of several of one size, else by the t test that belongs to the interval. The discrete
+  form of Holm's method adjusts the p-values of the pairs at one rate (`holm`); marks follow them
+  (`kvbench.report.marks`).
 
 `scripts/benchmarks/bench_statistics.py` measures how often intervals contain the truth, and how often
 marks are wrong.
@@ -20,7 +23,7 @@ marks are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,16 +40,41 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
 """With fewer independent units (prompts) than this, a report does not judge differences."""
+LEAST = 3
+"""With fewer units than this, a mean has no interval."""
+MOST_ZEROS = 0.1
+"""The largest share of units without a logarithm that a ratio leaves out."""
 
 
 class Estimate(NamedTuple):
-    """A mean with the bounds of its 95 % interval and, for a difference, the p-value of the hypothesis
-    that it is 0. What is not known is NaN."""
+    """A mean with the bounds of its 95 % interval. What is not known is NaN.
+
+    Attributes:
+        p: of two variants' difference, the p-value of the hypothesis that they do not differ.
+        discordant: of right and wrong answers, the number of prompts on which the two differ, which
+            says what p-values are possible.
+        times: whether this is the ratio of the two, in place of the difference.
+        zeros: the units that a ratio leaves out, since one of the two is 0.
+    """
 
     value: float
     low: float = math.nan
     high: float = math.nan
     p: float = math.nan
+    discordant: float = math.nan
+    times: bool = False
+    zeros: int = 0
+
+    @property
+    def lead(self) -> float:
+        """By how much the first is larger than the second: negative, zero or positive."""
+        return math.log(self.value) if self.times else self.value
+
+    def reversed(self) -> Estimate:
+        """The second against the first."""
+        ends = self.value, self.high, self.low
+        value, low, high = (1 / x for x in ends) if self.times else (-x for x in ends)
+        return self._replace(value=value, low=low, high=high)
 
     def named(self, name: str) -> dict[str, float]:
         """The value and its bounds by the names of fields of a file: ``x``, ``x_low``, ``x_high``."""
@@ -54,6 +82,10 @@ class Estimate(NamedTuple):
 
 
 NOTHING = Estimate(math.nan)
+
+
+def _numbers(column: Iterable[float]) -> Estimate:
+    return Estimate(*map(float, column))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -67,7 +99,6 @@ class Scores:
         given: [pairs, variants] whether the variant was to be run on the pair.
         units: [pairs] the number of the independent unit that each pair belongs to.
         statuses: for each variant, how many examples failed, by status.
-        looks: how many times scores of these runs may be looked at, at most, before a command stops.
     """
 
     value: str
@@ -75,7 +106,6 @@ class Scores:
     given: Flags
     units: NDArray[np.intp]
     statuses: tuple[Mapping[str, int], ...]
-    looks: int = 1
 
     def by_unit(self, values: Array) -> Array:
         """[units, columns] of any columns [pairs, columns], such as scores or differences of scores: the
@@ -84,15 +114,22 @@ class Scores:
         Where units have different numbers of pairs, these values are linearized, so that their mean is
         the mean over pairs, and their variance is that of a ratio.
         """
-        order = np.argsort(self.units, kind="stable")
-        starts = np.unique(self.units[order], return_index=True)[1]
-        known = ~np.isnan(values[order])
-        sums = np.add.reduceat(np.where(known, values[order], 0.0), starts, axis=0)
-        counts = np.add.reduceat(known.astype(float), starts, axis=0)
+        sums, counts = self._sums(values)
         mean, num_units = ratio(sums.sum(0), counts.sum(0)), (counts > 0).sum(0)
         linear = mean + (sums - mean * counts) * ratio(num_units, counts.sum(0))
         even = counts.max(0, initial=0.0) * num_units == counts.sum(0)
         return np.where(counts > 0, np.where(even, ratio(sums, counts), linear), np.nan)
+
+    def unit_means(self, values: Array) -> Array:
+        """[units, columns]: the mean of each unit, however many pairs it has."""
+        return ratio(*self._sums(values))
+
+    def _sums(self, values: Array) -> tuple[Array, Array]:
+        order = np.argsort(self.units, kind="stable")
+        starts = np.unique(self.units[order], return_index=True)[1]
+        known = ~np.isnan(values[order])
+        sums = np.add.reduceat(np.where(known, values[order], 0.0), starts, axis=0)
+        return sums, np.add.reduceat(known.astype(float), starts, axis=0)
 
 
 def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
@@ -110,10 +147,10 @@ class _Moments(NamedTuple):
     freedom: Array
     units: Array
 
-    def half(self, looks: int) -> Array:
+    def half(self) -> Array:
         """Half the width of Student's t interval; NaN without degrees of freedom or variance."""
-        known = (self.freedom > 0) & (self.error > 0)
-        quantile = stdtrit(np.maximum(self.freedom, 1.0), 1 - ALPHA / looks / 2)
+        known = (self.freedom > 0) & (self.error > 0) & (self.units >= LEAST)
+        quantile = stdtrit(np.maximum(self.freedom, 1.0), 1 - ALPHA / 2)
         return np.where(known, quantile * self.error, np.nan)
 
 
@@ -155,40 +192,36 @@ def _moments(parts: Sequence[Array], ends: tuple[float, float] | None) -> _Momen
 def means(strata: Sequence[Scores], *, fraction: bool) -> list[Estimate]:
     """The mean score of each variant; see `mean_intervals`."""
     parts = [dataset.by_unit(dataset.values) for dataset in strata]
-    signed = any((dataset.values < 0).any() for dataset in strata)
-    return mean_intervals(parts, fraction=fraction, signed=signed, looks=looks_at(strata))
-
-
-def looks_at(strata: Sequence[Scores]) -> int:
-    return max((dataset.looks for dataset in strata), default=1)
+    return mean_intervals(parts, fraction=fraction, signed=is_signed(strata))
 
 
 def mean_intervals(
-    parts: Sequence[Array], *, fraction: bool, signed: bool = False, looks: int = 1
+    parts: Sequence[Array], *, fraction: bool, signed: bool = False
 ) -> list[Estimate]:
-    """The mean of each column over datasets [units, columns], with its interval, which is NaN below two
-    units; of scores in [0, 1] (`fraction`), of others, or of others that may be negative (`signed`)."""
+    """The mean of each column over datasets [units, columns], with its interval, which is NaN below
+    `LEAST` units; of scores in [0, 1] (`fraction`), of others, or of others that may be negative
+    (`signed`)."""
     moments = _moments(parts, (0.0, 1.0) if fraction else None)
-    mean, half = moments.mean, moments.half(looks)
+    mean, half = moments.mean, moments.half()
     if fraction:
         low, high = np.maximum(mean - half, 0.0), np.minimum(mean + half, 1.0)
         if len(parts) == 1:
             right_or_wrong = (np.isnan(parts[0]) | np.isin(parts[0], (0.0, 1.0))).all(0)
             use = right_or_wrong & ~np.isnan(half)
-            bounds = wilson(mean, moments.units, looks)
+            bounds = wilson(mean, moments.units)
             low, high = (np.where(use, *two) for two in zip(bounds, (low, high), strict=True))
     elif signed:
         low, high = mean - half, mean + half
     else:
         factor = np.exp(ratio(half, mean))
         low, high = mean / factor, mean * factor
-    return [Estimate(*map(float, column)) for column in zip(mean, low, high, strict=True)]
+    return [_numbers(column) for column in zip(mean, low, high, strict=True)]
 
 
-def wilson(p: Array, n: Array, looks: int = 1) -> tuple[Array, Array]:
+def wilson(p: Array, n: Array) -> tuple[Array, Array]:
     """The bounds of Wilson's interval of proportions `p` of `n`, with the correction for continuity."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        z = float(ndtri(1 - ALPHA / looks / 2))
+        z = float(ndtri(1 - ALPHA / 2))
         square = z**2
 
         def reach(sign: float) -> Array:
@@ -201,49 +234,122 @@ def wilson(p: Array, n: Array, looks: int = 1) -> tuple[Array, Array]:
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
 
 
-def differences(parts: Sequence[Array], *, reach: float | None, looks: int = 1) -> list[Estimate]:
-    """The mean of each column of paired differences over datasets [units, columns], with its interval,
-    which is NaN below two units, and its p-value, which is NaN below `FEWEST` and multiplied by `looks`.
+def differences(parts: Sequence[Array], *, reach: float | None) -> list[Estimate]:
+    """The mean of each column of paired differences over datasets [units, columns], with its interval
+    and its p-value, which are NaN below `FEWEST` units.
 
     Args:
         reach: the largest difference that is possible, where scores are in [0, 1]: the largest score
             seen, since an answer that fails loses all of its score. None for scores without bounds.
     """
     moments = _moments(parts, None if reach is None else (-reach, reach))
-    mean, half = moments.mean, moments.half(looks)
+    mean, half = moments.mean, moments.half()
     low, high = mean - half, mean + half
     if reach is not None:
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         p = 2 * stdtr(np.maximum(moments.freedom, 1.0), -np.abs(mean) / moments.error)
-    if reach is not None and len(parts) == 1:
-        right_or_wrong = (np.isnan(parts[0]) | np.isin(parts[0], (-1.0, 0.0, 1.0))).all(0)
-        won, lost = ((parts[0] * sign > 0).sum(0) for sign in (1, -1))
+    discordant = np.full_like(mean, np.nan)
+    if reach is not None and parts:
+        every = np.concatenate(parts)
+        sizes = np.array([(~np.isnan(part)).sum(0) for part in parts])
+        right_or_wrong = (np.isnan(every) | np.isin(every, (-1.0, 0.0, 1.0))).all(0)
+        right_or_wrong &= (sizes == sizes[0]).all(0)  # the average is then that of all units
+        won, lost = ((every * sign > 0).sum(0) for sign in (1, -1))
         mcnemar = np.minimum(1.0, 2 * bdtr(np.minimum(won, lost).astype(float), won + lost, 0.5))
         p = np.where(right_or_wrong, mcnemar, p)
-    p = np.where(moments.units < FEWEST, np.nan, np.minimum(1.0, looks * p))
-    return [Estimate(*map(float, column)) for column in zip(mean, low, high, p, strict=True)]
+        discordant = np.where(right_or_wrong, won + lost, np.nan)
+    few = moments.units < FEWEST
+    low, high = np.where(few, np.nan, low), np.where(few, np.nan, high)
+    p = np.where(few, np.nan, np.minimum(1.0, p))
+    columns = zip(mean, low, high, p, discordant, strict=True)
+    return [_numbers(column) for column in columns]
 
 
-def holm(p: ArrayLike) -> Array:
-    """P-values of one family, adjusted by Holm's method (1979); NaN stays NaN and does not count."""
+def ratios_of_pairs(
+    strata: Sequence[Scores], pairs: Sequence[Pair], raw: Sequence[Estimate]
+) -> list[Estimate]:
+    """The ratio of each pair's geometric means, first over second variant, with its interval and
+    p-value: Student's t on the paired differences of logarithms of each unit's means.
+
+    A unit of which either mean is 0 has no logarithm and is left out. A pair of which that is more than
+    `MOST_ZEROS` of the units keeps its `raw` difference; one of which either variant is 0 everywhere,
+    as the error of the exact cache is, is no pair.
+    """
+    first, second = np.array(pairs).T
+    logs: list[Array] = []
+    zeros, every = np.zeros(len(pairs)), np.zeros(len(pairs))
+    nothing = np.ones(len(pairs), dtype=bool)
+    for dataset in strata:
+        scored = ~np.isnan(dataset.values[:, first] + dataset.values[:, second])
+        sides = [
+            dataset.unit_means(np.where(scored, dataset.values[:, own], np.nan))
+            for own in (first, second)
+        ]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            changes = np.log(sides[0]) - np.log(sides[1])
+        known = ~np.isnan(sides[0])
+        zeros += (known & ~np.isfinite(changes)).sum(0)
+        every += known.sum(0)
+        nothing &= ~((sides[0] > 0).any(0) & (sides[1] > 0).any(0))
+        logs.append(np.where(np.isfinite(changes), changes, np.nan))
+    found = differences(logs, reach=None)
+    ratios = []
+    for i, (change, own) in enumerate(zip(found, raw, strict=True)):
+        if nothing[i]:
+            ratios.append(NOTHING)
+        elif zeros[i] > MOST_ZEROS * every[i]:
+            ratios.append(own)
+        else:
+            value, low, high = map(math.exp, change[:3])
+            ends = change._replace(value=value, low=low, high=high)
+            ratios.append(ends._replace(times=True, zeros=int(zeros[i])))
+    return ratios
+
+
+def attainable(discordant: int) -> Array:
+    """The p-values that McNemar's exact test can have where two variants differ on so many prompts,
+    ascending."""
+    least = np.arange(discordant // 2 + 1, dtype=float)
+    return np.unique(np.minimum(1.0, 2 * bdtr(least, discordant, 0.5)))
+
+
+def holm(p: ArrayLike, discordant: ArrayLike | None = None) -> Array:
+    """P-values of one family, adjusted by Holm's method (1979) in its discrete form (Westfall and
+    Wolfinger, 1997); NaN stays NaN and does not count.
+
+    The adjusted p of a pair is the sum, over the pairs that are not yet rejected, of the probability
+    that their test has a p as small. That is p itself for a t test. McNemar's exact test of few
+    discordant prompts has few p-values (`attainable`), the smallest of which is the only one below:
+    22 methods on 12 prompts are 231 pairs, most of which cannot reach 5 % / 231.
+
+    Args:
+        discordant: for each p, of how many discordant prompts it is; NaN of any other test.
+    """
     adjusted = np.array(p, dtype=float)
+    counts = np.full(len(adjusted), np.nan) if discordant is None else np.asarray(discordant)
     known = np.flatnonzero(~np.isnan(adjusted))
-    order = known[np.argsort(adjusted[known])]
-    factors = np.arange(len(order), 0, -1)
-    adjusted[order] = np.minimum(np.maximum.accumulate(adjusted[order] * factors), 1.0)
+    order = known[np.argsort(adjusted[known], kind="stable")]
+    x, n = adjusted[order], counts[order]
+    chances = np.repeat(x[:, None], len(x), axis=1)  # [of reaching this p, of this pair]
+    for count in np.unique(n[~np.isnan(n)]):
+        steps = np.r_[0.0, attainable(int(count))]
+        below = steps[np.searchsorted(steps, x * (1 + 1e-9), side="right") - 1]
+        chances[:, n == count] = below[:, None]
+    sums = np.triu(chances).sum(1)
+    adjusted[order] = np.minimum(np.maximum.accumulate(sums), 1.0)
     return adjusted
 
 
 def compared(
     strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool
 ) -> dict[Pair, Estimate]:
-    """The difference of each pair, first minus second variant, over the examples that both scored. The
-    p-values are adjusted for all pairs together."""
+    """The difference of each pair, first minus second variant, or the ratio (`paired`). The p-values are
+    adjusted for all pairs together."""
     if not pairs or not strata:
         return {}
     changes = paired(strata, pairs, fraction=fraction)
-    adjusted = holm([change.p for change in changes])
+    adjusted = holm([change.p for change in changes], [change.discordant for change in changes])
     return {
         pair: change._replace(p=float(p))
         for pair, change, p in zip(pairs, changes, adjusted, strict=True)
@@ -253,8 +359,9 @@ def compared(
 def paired(
     strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool, share: float = 1.0
 ) -> list[Estimate]:
-    """The difference of each pair as `compared` has it, with p-values that are not adjusted; from this
-    `share` of the second variant's score."""
+    """The difference of each pair, first minus second variant, over the examples that both scored, with
+    p-values that are not adjusted; from this `share` of the second variant's score. Of scores that are
+    no fractions and nowhere negative the ratio (`ratios_of_pairs`)."""
     if not pairs:
         return []
     first, second = np.array(pairs).T
@@ -264,33 +371,42 @@ def paired(
     ]
     largest = max(np.nanmax(dataset.values, initial=0.0) for dataset in strata)
     reach = float(largest or 1.0) if fraction else None
-    return differences(parts, reach=reach, looks=looks_at(strata))
+    found = differences(parts, reach=reach)
+    if fraction or is_signed(strata):
+        return found
+    return ratios_of_pairs(strata, pairs, found)
+
+
+def is_signed(strata: Sequence[Scores]) -> bool:
+    """Whether a score is negative, so that scores have no logarithm."""
+    return any((dataset.values < 0).any() for dataset in strata)
 
 
 def prompts_to_tell(change: Estimate, strata: Sequence[Scores], *, of: int) -> float:
     """About how many prompts would show the difference of two of so many variants, if it is what it is
     now: an interval's width falls with the square root of the prompts, and the strictest of the tests of
     all pairs decides. Infinite where no difference is seen."""
-    half = max(change.high - change.value, change.value - change.low)
-    if not change.value or math.isnan(half):
+    low, high = (math.log(x) if change.times else x for x in (change.low, change.high))
+    half = max(high - change.lead, change.lead - low)
+    if not change.lead or math.isnan(half):
         return math.inf
-    level = ALPHA / looks_at(strata) / 2
+    level = ALPHA / 2
     wider = ndtri(1 - level / math.comb(of, 2)) / ndtri(1 - level)
     units = sum(len(set(dataset.units)) for dataset in strata)
-    return max(float(FEWEST), float(units * (wider * half / change.value) ** 2))
+    return max(float(FEWEST), float(units * (wider * half / change.lead) ** 2))
 
 
-def median_of(values: pd.Series, looks: int = 1) -> Estimate:
+def median_of(values: pd.Series) -> Estimate:
     """The median of the values that are not NaN, with the interval of the sign test.
 
     The interval goes from the k-th smallest to the k-th largest value: of ten values, from the second to
     the ninth. k is the largest number for which fewer than k heads of n fair coins have a probability of
-    at most ALPHA / looks / 2. Whatever the distribution, the interval contains the true median with a
-    probability of at least 1 - ALPHA / looks. Below six values there is no such interval.
+    at most ALPHA / 2. Whatever the distribution, the interval contains the true median with a
+    probability of at least 95 %. Below six values there is no such interval.
     """
     known = np.sort(values.astype(float).dropna())
     if not len(known):
         return NOTHING
     heads = bdtr(np.arange(len(known), dtype=float), len(known), 0.5)
-    middle, k = float(np.median(known)), int((heads < ALPHA / looks / 2).sum())
+    middle, k = float(np.median(known)), int((heads < ALPHA / 2).sum())
     return Estimate(middle, float(known[k - 1]), float(known[-k])) if k else Estimate(middle)

@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.labels import words
-from kvbench.report.stats import ALPHA
 
 MISSING = "–"
 MARKS = {"incomplete": "†", "tied": "≈", "better": "▲"}
@@ -23,9 +22,9 @@ LIMITS = {"at_most": "≤", "more_than": ">"}
 """The sign of a mark before a value."""
 LEGEND = {
     "best": "Bold: the best mean of the compressed methods at its rate.",
-    "tied": "≈: not shown to differ from the best (adjusted p of 0.05 or more).",
-    "better": "▲: shown to be better than the best, over the examples that both scored.",
-    "worse": "No mark: shown to be worse than the best (adjusted p below 0.05).",
+    "tied": "≈: not significantly different from the best (adjusted p of 0.05 or more).",
+    "better": "▲: significantly better than the best, over the examples that both scored.",
+    "worse": "No mark: significantly worse than the best (adjusted p below 0.05).",
     "few": "Differences are not tested where there are fewer than ten prompts.",
     "incomplete": "†: some examples failed or are missing; the mean is over the others.",
     "at_most": "≤: at the lowest rate that was run, too.",
@@ -34,23 +33,20 @@ LEGEND = {
 """What each mark means, one sentence each."""
 INTERVAL = "[low, high]: 95 % confidence interval over prompts, of each number by itself."
 TESTED = (
-    "p: exact McNemar test of right and wrong answers, else paired t test; adjusted by Holm's method for"
-    " all pairs at one rate, as marks are."
+    "p: exact McNemar test of right and wrong answers, else paired t test; adjusted by the discrete Holm"
+    " method for all pairs at one rate, as marks are."
 )
 DIFFERENCE = "Δ exact: paired difference to the exact cache, over the examples that both scored."
-ABOUT_INTERVALS = (INTERVAL, TESTED, DIFFERENCE)
+RATIOS = (
+    "ratio: of geometric means, paired (values that are never negative are compared by ratios)."
+)
+TIMES = "× exact: ratio to the exact cache's value, of geometric means, paired."
+ABOUT_INTERVALS = (INTERVAL, TESTED, DIFFERENCE, RATIOS, TIMES)
 ENOUGH = (
     "95 % at ratio: the bytes, over the exact cache's, from which on a method keeps 95 % of its score;"
     " between the rates that were run by a straight line. 0 or ∞ in its interval: beyond these rates."
 )
 LOWER = "↓: lower is better."
-
-
-def about_rounds(looks: int) -> str:
-    return (
-        f"limit=auto, at most {looks} rounds: an interval is of {100 * (1 - ALPHA / looks):.1f} % and p"
-        f" is multiplied by {looks}, so that 95 % and 5 % hold at whichever round it stopped."
-    )
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,8 @@ class Table:
         explained = legend(self.frame, columns)
         rows = self.frame.to_dict("records")
         has_interval = any(self.cell(row, c).interval for row in rows for c in columns)  # type: ignore[arg-type]
-        about = {INTERVAL: has_interval, DIFFERENCE: "difference" in keys}
+        about = {INTERVAL: has_interval}
+        about |= {DIFFERENCE: "difference" in keys, TIMES: "times" in keys}
         about |= {text: text in explained for word, text in LEGEND.items() if word != "few"}
         return [note for note in self.notes if about.get(note, True)]
 

@@ -7,6 +7,7 @@ In: groups. Out: `Table`, of their tidy frames (`kvbench.report.frame`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,9 +37,10 @@ from kvbench.report.ratios import (
     rate_in_title,
     rate_texts,
     ratios_of,
+    too_few_for_95,
 )
 from kvbench.report.scaling import slope_table, slopes
-from kvbench.report.stats import FEWEST, Estimate
+from kvbench.report.stats import FEWEST, NOTHING
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -47,10 +49,11 @@ from kvbench.report.table import (
     LEGEND,
     LOWER,
     METHOD,
+    RATIOS,
     TESTED,
+    TIMES,
     Column,
     Table,
-    about_rounds,
     in_percent,
     legend,
     number,
@@ -98,9 +101,10 @@ def score_table(group: Group) -> Table:
     total = totals(frame)
     table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
     table["total"] = table.pop("mean")
-    change = totals(frame, "difference")
-    for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
-        table[f"difference{end}"] = table["variant"].map(change[key])
+    for measure in ("difference", "times"):
+        change = totals(frame, measure)
+        for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
+            table[f"{measure}{end}"] = table["variant"].map(change[key])
     costs = [key for key in COSTS if key != "entries_max"]
     for key in costs:
         table[key] = table["variant"].map(totals(frame, key)["mean"])
@@ -117,9 +121,11 @@ def score_table(group: Group) -> Table:
     unit, count = group.meta.score_unit, len(group.datasets)
     name = str(group.datasets[0]) if count == 1 else f"average of {count} datasets"
     columns = [METHOD, Column("total", f"{name}{metric_text(group)}", score_format(unit))]
-    if group.baseline_name:
+    if table["difference"].notna().any():
         text = score_format(unit, signed=True)
         columns.append(Column("difference", f"Δ {group.baseline_name}", text))
+    if table["times"].notna().any():
+        columns.append(Column("times", f"× {group.baseline_name}", number))
     if table["failures"].any():
         columns.append(Column("failures", "failed"))
     for key in costs:
@@ -184,7 +190,9 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
 def _notes(group: Group) -> Iterator[str]:
     """Notes on a group's examples: which were not compressed, cut or left out, and why."""
     if group.baseline_name:
-        yield DIFFERENCE
+        for measure, note in (("difference", DIFFERENCE), ("times", TIMES)):
+            if totals(tidy(group), measure)["mean"].notna().any():
+                yield note
     elif group.compressed and not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
     yield from _by_command(group)
@@ -222,8 +230,8 @@ def _notes(group: Group) -> Iterator[str]:
     left_out = sorted(set.intersection(*cut)) if cut else []
     if left_out:
         yield f"Datasets of which the limit leaves no example: {', '.join(left_out)}."
-    if group.looks > 1:
-        yield about_rounds(group.looks)
+    if few := too_few_for_95(group, compared_strata(group)):
+        yield few
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
@@ -466,38 +474,51 @@ def pairs_table(group: Group) -> Table | None:
         ranked = sorted(scored, key=lambda i: -sign * total[group.labels[i]])
         for i, j in itertools.combinations(ranked, 2):
             change = comparisons(group)[min(i, j), max(i, j)]
-            if i > j:
-                change = Estimate(-change.value, -change.high, -change.low, change.p)
+            if i > j and not math.isnan(change.value):
+                change = change.reversed()
             units = 0
             for dataset in strata:
                 both_scored = ~np.isnan(dataset.values[:, [i, j]]).any(axis=1)
                 units += len(set(dataset.units[both_scored]))
-            row = {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
+            row: dict[str, Any] = {"sign": " / " if change.times else " − "}
+            row |= {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
             row["at"] = group.variants[i].at
-            row |= change.named("difference") | {"p": change.p}
+            for measure, is_ratio in (("difference", False), ("times", True)):
+                row |= (change if change.times is is_ratio else NOTHING).named(measure)
+            row |= {"p": change.p, "zeros": change.zeros}
             rows.append(row | {"datasets": len(strata), "examples": units})
     if not rows:
         return None
     frame = pd.DataFrame(rows)
     unit = group.meta.score_unit
-    data = frame.drop(columns="at").assign(model=group.model, task=group.task, unit=unit)
+    data = frame.drop(columns=["at", "sign"]).assign(model=group.model, task=group.task, unit=unit)
     shown = frame if len(frame) <= MOST_PAIRS else frame[frame["to_best"]]
     first, second = shown["first"], shown["second"]
     if len(group.peers) > 1:
         first, second = first.map(group.names), second.map(group.names)
         shown = shown.assign(group=headings(shown["at"], rate_texts(group)))
-    shown = shown.assign(methods=first + " − " + second)
+    shown = shown.assign(methods=first + frame["sign"].reindex(shown.index) + second)
     columns = (
         Column("methods"),
         Column("difference", text=score_format(unit, signed=True)),
+        Column("times", "ratio", number),
         Column("p", text=p_text),
         Column("examples", text=whole),
     )
+    notes = [INTERVAL, TESTED] if shown["p"].notna().any() else [INTERVAL, LEGEND["few"]]
+    if shown["times"].notna().any():
+        notes.append(RATIOS)
+        if frame["zeros"].any():
+            notes.append(
+                f"Prompts of which a value is 0 are left out: at most {frame['zeros'].max()}."
+            )
+        if shown["difference"].notna().any():
+            notes.append("Pairs with a difference: more than a tenth of their prompts have a 0.")
     return Table(
         f"{group.task}-{group.model}-pairs",
-        f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
+        f"{group.task} on {group.model}: which compressed methods differ significantly{unit_text(unit)}",
         shown,
         with_values(shown, columns),
-        (INTERVAL, TESTED) if shown["p"].notna().any() else (INTERVAL, LEGEND["few"]),
+        tuple(notes),
         in_percent(data, ["difference", "difference_low", "difference_high"]),
     )

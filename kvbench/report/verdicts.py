@@ -1,5 +1,5 @@
 """Sentences that sum up a table: which methods are best at each rate, all of them where several are,
-which are shown to differ from them, and which ratios are enough."""
+which differ significantly from them, and which ratios are enough."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def _at_rates(group: Group) -> list[str]:
     by_rate = sorted(
         group.peers, key=lambda peers: largest_first(group.variants[peers[0]].at or "rate 0")
     )
-    total, change = totals(tidy(group)), totals(tidy(group), "difference")
+    frame = tidy(group)
+    total = totals(frame)
+    change = pd.concat([totals(frame, measure) for measure in ("difference", "times")])
     lines = []
     for peers in by_rate:
         scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
@@ -111,14 +113,17 @@ def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str
     if units < FEWEST:
         return f"{line}: too few prompts to say more."
     if first in change.index and not math.isnan(change["low"][first]):
-        low, value, high = (signed(change[key][first]) for key in ("low", "mean", "high"))
+        is_ratio = change["measure"][first] == "times"
+        written = number if is_ratio else signed
+        low, value, high = (written(change[key][first]) for key in ("low", "mean", "high"))
         interval = f" [{low}, {high}]" if len(equal) == 1 else ""
-        line += f", {value}{interval} against {group.baseline_name or BASELINE}"
+        against = "times that of" if is_ratio else "against"
+        line += f", {value}{interval} {against} {group.baseline_name or BASELINE}"
     alike = [label for label in marked["best"] + marked["tied"] if label not in equal]
     for heading, labels in (
-        ("shown better", marked["better"]),
-        ("not shown to differ", alike),
-        ("shown worse", marked["worse"]),
+        ("significantly better", marked["better"]),
+        ("not significantly different", alike),
+        ("significantly worse", marked["worse"]),
     ):
         line += f"; {heading}: {_named(group, labels)}" if labels else ""
     return f"{line}."

@@ -59,7 +59,7 @@ _MADE = ("experiment", "seed", "command", "code_revision", "versions", "hardware
 _COSTS = ("ratio", "cache_bytes", "entries_mean", "prefill_s", "compress_s", "decode_s")
 _ABOUT = ("example_id", "dataset", "seed", "status", "prompt_tokens", "new_tokens")
 _ANSWERS = ("prompt_tail", "answers", "prediction")
-_TOTALS = ("score", "difference", "ratio")
+_TOTALS = ("score", "difference", "times", "ratio")
 _unsent: set[Path] = set()
 """Experiments that this process could not send: said once, and not tried again."""
 

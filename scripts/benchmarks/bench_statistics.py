@@ -16,14 +16,13 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from kvbench.cli.rounds import planned
 from kvbench.report.marks import standing
 from kvbench.report.ratios import SHARE, crossing, enough
 from kvbench.report.stats import (
@@ -77,7 +76,6 @@ def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
     yield from average_mark_figures(studies)
     yield from power_figures(studies // 4)
     yield from enough_figures(studies)
-    yield from rounds_figures(studies)
 
 
 def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -195,48 +193,6 @@ def enough_figures(studies: int) -> Iterator[Figure]:
             each = [enough(ratios, found[i : i + 3])[0] for i in range(0, len(found), 3)]
             covered = float(np.mean([one.low <= truth <= one.high for one in each]))
             yield Figure(f"ratio that is enough, n = {n}, exact {exact}", covered, HOLDS)
-
-
-def rounds_figures(studies: int) -> Iterator[Figure]:
-    """Runs of `limit=auto`: false marks at any of the rounds, coverage at the round where they stop;
-    and, told without a bound, how often they tell the best apart and how many prompts they take."""
-    rng = np.random.default_rng(8)
-    for total, (kind, mean) in itertools.product((50, 200, 500), (("0/1", 0.6), ("errors", 0.0))):
-        sizes, fraction = planned(total), kind != "errors"
-        of = f"{len(sizes)} rounds, at most {total} prompts, {kind}"
-        tables = np.moveaxis(drawn(rng, total, [mean] * METHODS, 0.5, kind, studies), 2, 0)
-        false = [any(marks for _, marks in _looks(t, sizes, fraction)) for t in tables]
-        name = f"seven equal methods in rounds, one marked, {of}"
-        yield Figure(name, float(np.mean(false)), FALSE, most=True)
-        covered = []
-        for table in np.moveaxis(drawn(rng, total, [mean, mean - 0.2], 0.5, kind, studies), 2, 0):
-            stops = (n for n, marks in _looks(table, sizes, fraction) if marks)
-            at = table[: next(stops, total)]
-            reach = 1.0 if fraction else None
-            (change,) = differences([at[:, :1] - at[:, 1:]], reach=reach, looks=len(sizes))
-            covered.append(change)
-        truth = 0.2 if fraction else float(np.exp(0.5) * (1 - np.exp(-0.2)))
-        yield Figure(f"difference at the round that stops, {of}", _coverage(covered, truth), HOLDS)
-    sizes = planned(200)
-    for gap in (0.1, 0.2, 0.3):
-        told, taken = 0, []
-        for _ in range(studies // 4):
-            table = answers(rng, 200, [0.9] + [0.9 - gap] * 3).values
-            told_at = (n for n, marks in _looks(table, sizes) if marks >= {1, 2, 3})
-            taken.append(next(told_at, 0))
-            told += taken[-1] > 0
-        name = f"best of four by {gap} told apart in rounds"
-        yield Figure(f"{name}, at most 200 prompts", told / len(taken), 0.0)
-        share = float(np.mean([n or 200 for n in taken])) / 200
-        yield Figure(f"prompts that rounds take of 200 where the best leads by {gap}", share, 0.0)
-
-
-def _looks(
-    values: Array, sizes: Sequence[int], fraction: bool = True
-) -> Iterator[tuple[int, set[int]]]:
-    """The methods that are marked after each round of scores [n, methods], by its size."""
-    for size in sizes:
-        yield size, marked([replace(scores(values[:size]), looks=len(sizes))], fraction)
 
 
 def _mean(name: str, parts: Sequence[Array], truth: float) -> Figure:

@@ -75,7 +75,7 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
 def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> None:
     """Twenty prompts of three records each: the interval is that of twenty means."""
     rng = np.random.default_rng(1)
-    change = rng.normal(-0.2, 0.1, (20, 1)) + rng.normal(0.0, 0.01, (20, 3))
+    change = rng.normal(-0.7, 0.1, (20, 1)) + rng.normal(0.0, 0.01, (20, 3))
     for name, shift in (("a", 0.0), ("b", change)):
         scores = (np.full((20, 3), 0.5) + shift).ravel()
         records = [
@@ -110,22 +110,6 @@ def test_runs_are_matched_whatever_else_their_folders_hold(tmp_path: Path) -> No
     write(tmp_path / "a", {"snapkv": [0.0, 0.0]}, seed=7, rate=0.5)
     third = write(tmp_path / "c", {"snapkv": [1.0, 1.0]}, seed=8, rate=0.5)
     assert list(compared(first, third).frame["first"]) == [0.0], "no hash in common: by the rate"
-
-
-def test_several_looks_at_either_side_widen_the_change(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    pairs = []
-    for rounds in ([], [20, 40]):
-        folders = []
-        for name in ("a", "b"):
-            scores = list(rng.permutation([0.0, 1.0] * 20))
-            place = tmp_path / f"{name}{len(rounds)}"
-            folders.append(write_scores(place, {"snapkv": scores}, manifest={"rounds": rounds}))
-        pairs.append(compared(*folders))
-    once, twice = (pair.frame.iloc[0] for pair in pairs)
-    assert twice["first_high"] > once["first_high"] + 1, "of 97.5 %"
-    notes = [any("at most 2 rounds" in note for note in pair.tables[0].notes) for pair in pairs]
-    assert notes == [False, True]
 
 
 def test_other_prompts_are_other_examples_and_repeats_one(tmp_path: Path) -> None:

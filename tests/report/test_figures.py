@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,5 +275,3 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
     assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
         list(theirs), abs=0.03
     )
-    several_looks = slopes(replace(group, manifests=({"rounds": [10, 20, 40]},)), SPEC)
-    assert (several_looks["slope_high"] > slopes(group, SPEC)["slope_high"]).all()

@@ -93,7 +93,7 @@ def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
     assert LEGEND["few"] in score_table(one).notes
     more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
     assert marks(more)["uniform"] == {"worse"}
-    assert "shown worse: uniform" in verdict(more)
+    assert "significantly worse: uniform" in verdict(more)
 
 
 NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
@@ -216,7 +216,7 @@ def test_p_mark_and_sentence_say_the_same_and_one_pair_has_one_interval(
     for row in pairs[pairs["first"] == best].to_dict("records"):
         shown = row["p"] < 0.05
         assert marks(group)[row["second"]] == {"worse" if shown else "tied"}
-        assert (row["second"] in text.partition("shown worse")[2]) is shown
+        assert (row["second"] in text.partition("significantly worse")[2]) is shown
     change = totals_of(group, "difference").loc["uniform", ["mean", "low", "high"]]
     group = group_from(tmp_path, alone=[1.0] * 30, **scored)
     more = totals_of(group, "difference").loc["uniform", ["mean", "low", "high"]]
@@ -282,12 +282,12 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
 
 
 def test_score_ratio_and_what_is_enough_are_weighed_alike(tmp_path: Path) -> None:
-    """Twelve prompts of one dataset at ratio .2, 36 of another at .6: every mean counts both alike, over
+    """Sixty prompts of one dataset at ratio .2, 180 of another at .6: every mean counts both alike, over
     prompts that have a score; one without a score, at ratio .9, counts in none."""
     for method, size in (("exact", 1.0), ("snapkv", 1.0), ("snapkv", 0.5)):
         records = [
             {"example_id": f"{name}-{i}", "dataset": name, "score": score, "ratio": ratio}
-            for name, count, score, low in (("small", 12, 1.0, 0.2), ("large", 36, 0.9, 0.6))
+            for name, count, score, low in (("small", 60, 1.0, 0.2), ("large", 180, 0.9, 0.6))
             for i in range(count)
             for ratio in [1.0 if method == "exact" else low * size]
         ]

@@ -115,7 +115,7 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
         '<h2 id="section-1">longeval_lines',
         "At rate 0.25, ratio 0.37: snapkv has 72.0 %",
         "longeval_lines on recall_mini at rate 0.25, ratio 0.37: score, %",
-        "which compressed methods are shown to differ",
+        "which compressed methods differ significantly",
         "2 failed examples",
         " of 50 examples</summary>",
         "recall_mini: all tasks",

@@ -20,14 +20,14 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
-from kvbench.cli.rounds import planned
 from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
-from kvbench.report.ratios import crossing, enough
+from kvbench.report.ratios import crossing, enough, prompts_for_95
 from kvbench.report.stats import (
     ALPHA,
     Estimate,
     Scores,
+    attainable,
     compared,
     differences,
     holm,
@@ -149,10 +149,11 @@ def test_an_average_of_datasets_by_welch_and_satterthwaite() -> None:
     "find", [lambda x: mean_intervals(x, fraction=True), lambda x: differences(x, reach=1.0)]
 )
 def test_one_unit_has_none_and_missing_ones_are_left_out(find: Any) -> None:
-    (one,) = find([column([1.0])])
-    assert one.value == 1
-    assert np.isnan([one.low, one.high]).all()
-    values = np.array([1.0, np.nan, 0.0, 1.0, 1.0, np.nan])
+    for count in (1, 2):
+        (one,) = find([column(np.ones(count))])
+        assert one.value == 1
+        assert np.isnan([one.low, one.high]).all()
+    values = np.r_[[np.nan, 0.0, np.nan], np.ones(12)]
     known = values[~np.isnan(values)]
     gaps, kept = (find([column(x)])[0][:3] for x in (values, known))
     assert gaps == kept
@@ -209,9 +210,70 @@ def test_holms_adjustment_by_hand_and_of_the_pairs_of_a_table() -> None:
             "an interval is its own, whatever else is in the table"
         )
         assert one.value == pytest.approx(np.nanmean(values[:, i] - values[:, j]))
-    assert [one.p for one in comparison.values()] == pytest.approx(holm([one.p for one in alone]))
+    counts = [one.discordant for one in alone]
+    adjusted = holm([one.p for one in alone], counts)
+    assert [one.p for one in comparison.values()] == pytest.approx(adjusted)
+    assert (adjusted <= holm([one.p for one in alone]) + 1e-12).all()
     assert comparison[0, 5].p < 0.001
     assert compared([], pairs, fraction=True) == {}
+
+
+def test_a_pair_that_cannot_reach_a_p_does_not_count() -> None:
+    """By hand: 2 / 32 of five discordant prompts, which a test of four cannot have, and a t test can."""
+    assert attainable(5) == pytest.approx([2 / 32, 12 / 32, 1])
+    assert list(attainable(0)) == [1.0]
+    assert holm([2 / 32, 1.0], [5, 4]) == pytest.approx([2 / 32, 1.0])
+    assert holm([2 / 32, 1.0], [5, 5]) == pytest.approx([4 / 32, 1.0])
+    assert holm([2 / 32, 0.9], [5, np.nan]) == pytest.approx([4 / 32, 0.9])
+    few = np.array([[1.0] * 3 + [0.0]] * 12)  # of twelve prompts three methods have all, one none
+    found = compared([scores(few)], [*itertools.combinations(range(4), 2)], fraction=True)
+    assert found[0, 3].p == pytest.approx(3 * 2.0**-11), "three of the six pairs can differ at all"
+
+
+def test_datasets_of_one_size_are_tested_together_by_mcnemars_test() -> None:
+    """Four of three prompts each, all lost: as twelve of one dataset; of other sizes a t test."""
+    for parts, p in (([-np.ones((3, 1))] * 4, 2.0**-11), ([-np.ones((12, 1))], 2.0**-11)):
+        (found,) = differences(parts, reach=1.0)
+        assert (found.p, found.discordant) == (pytest.approx(p), 12)
+    (uneven,) = differences([-np.ones((n, 1)) for n in (2, 3, 3, 4)], reach=1.0)
+    assert np.isnan(uneven.discordant)
+
+
+def test_what_is_never_negative_is_compared_by_the_ratio_of_geometric_means() -> None:
+    """By hand, in whatever unit the scores are; a prompt that is 0 is left out and counted."""
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0, 1, (20, 1)) * np.exp(rng.normal([0.0, 1.5], 0.2, (20, 2)))
+    logs = np.log(values[:, 0] / values[:, 1])
+    half = t.ppf(0.975, 19) * np.sqrt(with_two_units(logs))
+    (found,) = compared([scores(values)], [(0, 1)], fraction=False).values()
+    expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
+    assert found[:3] == pytest.approx(tuple(expected))
+    assert (found.times, found.zeros, found.p < 1e-6) == (True, 0, True)
+    (scaled,) = compared([scores(1e-4 * values)], [(0, 1)], fraction=False).values()
+    assert scaled[:4] == pytest.approx(found[:4])
+    assert found.reversed().value == pytest.approx(1 / found.value)
+    values[0, 0] = 0.0
+    (one,) = compared([scores(values)], [(0, 1)], fraction=False).values()
+    assert (one.times, one.zeros) == (True, 1)
+    assert one.value == pytest.approx(np.exp(logs[1:].mean()))
+    values[:3, 0] = 0.0  # more than a tenth: the raw scale
+    (raw,) = compared([scores(values)], [(0, 1)], fraction=False).values()
+    assert (raw.times, raw.value) == (False, pytest.approx((values[:, 0] - values[:, 1]).mean()))
+    values[:, 0] = 0.0  # as the error of the exact cache
+    (none,) = compared([scores(values)], [(0, 1)], fraction=False).values()
+    assert np.isnan(none[:4]).all()
+    values[:, 0] = -1.0  # signed
+    (signed,) = compared([scores(values)], [(0, 1)], fraction=False).values()
+    assert not signed.times
+
+
+@pytest.mark.parametrize(("right", "expected"), [(1.0, 57), (0.5, 57)])
+def test_the_prompts_that_can_tell_that_95_percent_is_kept(right: float, expected: int) -> None:
+    """Of a method that loses nothing, with answers that are all right or all half right."""
+    found = prompts_for_95([scores(np.full((12, 1), right))], 0)
+    assert found == pytest.approx(expected, abs=1)
+    assert prompts_for_95([scores(np.full((80, 1), right))], 0) == 80
+    assert prompts_for_95([scores(np.zeros((12, 1)))], 0) == math.inf
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5), st.booleans())
@@ -291,10 +353,10 @@ def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None
     assert self_bleu(["the dog ran off"] * 2) == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.parametrize(("count", "looks"), [(1, 1), (5, 1), (6, 1), (10, 1), (10, 3), (33, 2)])
-def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int, looks: int) -> None:
-    found = median_of(pd.Series(np.arange(1.0, count + 1)), looks)
-    k = int(binom.ppf(0.025 / looks, count, 0.5))
+@pytest.mark.parametrize("count", [1, 5, 6, 10, 33])
+def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int) -> None:
+    found = median_of(pd.Series(np.arange(1.0, count + 1)))
+    k = int(binom.ppf(0.025, count, 0.5))
     assert found.value == (count + 1) / 2
     assert (found.low, found.high) == (k, count + 1 - k) if k else np.isnan(found.low)
 
@@ -305,7 +367,6 @@ def test_the_interval_of_a_median_is_that_of_the_binomial_quantile(count: int, l
         lambda: bench.interval_figures(400, (10, 20)),
         lambda: bench.difference_figures(400, (10, 20)),
         lambda: bench.enough_figures(200),
-        lambda: bench.rounds_figures(60),
     ],
 )
 def test_the_worst_cells_keep_their_bounds(figures: Callable[[], Iterable[bench.Figure]]) -> None:
@@ -323,30 +384,6 @@ def test_equal_methods_are_seldom_marked_and_a_worse_one_is() -> None:
     means = [0.6] * 6 + [0.5]
     found = [6 in bench.marked([bench.answers(rng, 300, means, 0.7)]) for _ in range(12)]
     assert np.mean(found) >= 0.6
-
-
-def test_what_is_shown_at_any_of_several_looks_is_false_in_at_most_one_of_twenty() -> None:
-    """Without the looks in its level, it would be more often."""
-    rng, sizes = np.random.default_rng(3), planned(160)
-    tables = np.moveaxis(bench.drawn(rng, 160, [0.6, 0.6], 0.5, "F1-like", 300), 2, 0)
-    shown = {
-        looks: np.mean(
-            [
-                any(bench.marked([replace(bench.scores(table[:n]), looks=looks)]) for n in sizes)
-                for table in tables
-            ]
-        )
-        for looks in (1, len(sizes))
-    }
-    assert shown[1] > 0.05
-    assert shown[len(sizes)] <= 0.05
-    part = [rng.random((50, 1)) - 0.4]
-    (once,), (fifth,) = (differences(part, reach=1.0, looks=looks) for looks in (1, 5))
-    assert fifth.p == pytest.approx(min(1.0, 5 * once.p))
-    quantiles = t.ppf((1 - 0.05 / 5 / 2, 1 - 0.05 / 2), 49)
-    assert (fifth.high - fifth.value) / (once.high - once.value) == pytest.approx(
-        quantiles[0] / quantiles[1]
-    )
 
 
 def test_prompts_that_would_tell_are_those_at_which_the_interval_leaves_zero() -> None:
