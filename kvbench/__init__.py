@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvbench.methods import build_method
     from kvbench.report.loading import load
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Budget",
     "__version__",
