@@ -70,7 +70,7 @@ def changed_since(revision: str, *things: object) -> list[str]:
     checkout, and for a commit that is not known."""
     modules = {module for thing in things for module in _modules(thing)}
     ours = {file for module in modules for _, file in _closure(module) if file is not None}
-    changed = _git("diff", "--name-only", "--relative", "-z", revision, "--", ".")
+    changed = _names("diff", "--name-only", "--relative", revision)
     names = [name for name in changed or () if PACKAGE / name in ours]
     return [f"{PACKAGE.name}/{name}" for name in names]
 
@@ -186,9 +186,10 @@ def digest_of(content: bytes, suffix: str = ".py") -> str:
     """The digest of a file: of Python's source over its tokens, without comments and blank lines."""
     if suffix == ".py":
         left_out = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING}
+        white = {tokenize.INDENT, tokenize.NEWLINE}
         with suppress(SyntaxError, tokenize.TokenError):
             tokens = [
-                (token.type, "" if token.type == tokenize.INDENT else token.string)
+                (token.type, "" if token.type in white else token.string)
                 for token in tokenize.tokenize(io.BytesIO(content).readline)
                 if token.type not in left_out
             ]
@@ -196,24 +197,38 @@ def digest_of(content: bytes, suffix: str = ".py") -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _git(*words: str) -> list[str] | None:
-    """The names that git prints about kvbench's folder, each ended by NUL; None where it fails."""
+def _git(*words: str) -> bytes | None:
+    """What git prints about kvbench's folder; None where it fails."""
     command = ["git", "-C", str(PACKAGE), *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.split("\0")[:-1]
+
+
+def _names(*words: str) -> list[str] | None:
+    """The names of files, each ended by NUL, that git prints."""
+    output = _git(*words, "-z", "--", ".")
+    return None if output is None else output.decode(errors="replace").split("\0")[:-1]
 
 
 @cache
 def _unmodified() -> frozenset[Path]:
-    """The files of kvbench's folder that git tracks and that are as in the commit."""
-    tracked = _git("ls-files", "-z", "--", ".")
-    changed = _git("diff", "--name-only", "--relative", "-z", "HEAD", "--", ".")
+    """The files of kvbench's folder that git tracks and whose code is as in the commit."""
+    tracked = _names("ls-files")
+    changed = _names("diff", "--name-only", "--relative", "HEAD")
     if tracked is None or changed is None:
         return frozenset()
-    return frozenset(PACKAGE / name for name in {*tracked} - {*changed})
+    edited = {name for name in changed if _has_other_code(name)}
+    return frozenset(PACKAGE / name for name in {*tracked} - edited)
+
+
+def _has_other_code(name: str) -> bool:
+    """Whether a changed file differs from the commit's in more than comments and blank lines."""
+    committed, file = _git("show", f"HEAD:./{name}"), PACKAGE / name
+    if committed is None or not file.is_file():
+        return True
+    return digest_of(committed, file.suffix) != digest_of(file.read_bytes(), file.suffix)
 
 
 @cache

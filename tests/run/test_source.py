@@ -169,13 +169,14 @@ def test_an_untracked_and_an_edited_file_are_not_shipped(
         )
 
     package = tmp_path / "kvbench"
-    write(package, {"a.py": "1", "b.py": "1", "sub/c.py": "1"})
+    write(package, {"a.py": "1", "b.py": "1", "sub/c.py": "1", "e.py": "x = 1"})
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    write(package, {"a.py": "2", "d.py": "1"})
+    write(package, {"a.py": "2", "d.py": "1", "e.py": "\nx = 1  # one\n"})
     monkeypatch.setattr(source, "PACKAGE", package)
-    assert source._unmodified.__wrapped__() == {package / "b.py", package / "sub/c.py"}
+    shipped = {package / name for name in ("b.py", "sub/c.py", "e.py")}
+    assert source._unmodified.__wrapped__() == shipped
     monkeypatch.setattr(source, "PACKAGE", tmp_path.parent)
     assert source._unmodified.__wrapped__() == frozenset()
 
