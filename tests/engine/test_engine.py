@@ -187,7 +187,8 @@ def test_what_the_cache_would_get_wrong_is_refused_by_what_happens_in_the_pass(
 ):
     register()
     config = kind(**GROUPED, **fields)
-    model = on_kvbench(t.AutoModelForCausalLM.from_config(config).eval())
+    model = t.AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation("kvbench")
     with pytest.raises(UnsupportedModel, match=message):
         generate(model, prompt_ids(20), {"exact": (build_method("exact"), SMALL)})
 
