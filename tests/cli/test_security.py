@@ -79,7 +79,7 @@ def test_no_secret_is_written_or_printed(tmp_path: Path, monkeypatch: pytest.Mon
     (folder,) = (tmp_path / "runs").iterdir()
     runs = {run.manifest["method"]: run for run in load_runs(folder)}
     manifest = runs["snapkv"].manifest
-    assert manifest["identity"]["model"]["revision"] == HIDDEN
+    assert manifest["config"]["model"]["revision"] == HIDDEN
     assert manifest["identity"]["model"]["trust_remote_code"] is False
     assert f"model.revision={HIDDEN}" in manifest["command"]
     message = f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
