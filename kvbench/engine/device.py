@@ -1,5 +1,4 @@
-"""The device that a model runs on: its threads, how a CPU multiplies few tokens, and what becomes of a
-device after a fault.
+"""The device that a model runs on: its threads, and what becomes of a device after a fault.
 
 A prefill consists of large matrix products, which all cores share. A decode step of a small model is
 two hundred products that read every weight, and about a thousand small operations. The products gain
@@ -16,13 +15,10 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-
-from kvbench.kernels._choice import VARIABLE
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,10 +29,7 @@ SMALL_LAYER = 1 << 20
 """A layer whose keys are at most this many numbers is compressed on one thread: methods are mostly small
 operations, too."""
 LARGE = 1 << 18
-"""A weight of fewer numbers stays in a core's cache; its product is left to torch, on one thread of a
-small pass."""
-FEW_TOKENS = 64
-"""Up to this many tokens a CPU's library does not multiply them by the weights as fast as it could."""
+"""A weight of fewer numbers stays in a core's cache; its product runs on one thread of a small pass."""
 
 
 def threads_are_ours() -> bool:
@@ -44,74 +37,38 @@ def threads_are_ours() -> bool:
     return "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1
 
 
-class FewTokens(Tensor):
-    """The input of a linear module that is multiplied as W x^T, and on `threads` threads.
-
-    For x W^T of a few tokens MKL packs the weights anew at every call. Results differ by rounding alone.
-    """
-
-    threads: int
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not linear:  # of a hook that somebody else has set
-            return super().__torch_function__(func, types, args, kwargs or {})
-        given, weight, bias = args
-        x, before = given.as_subclass(Tensor), torch.get_num_threads()
-        rows = x.reshape(-1, x.shape[-1])
-        torch.set_num_threads(given.threads)
-        try:
-            if len(rows) == 1:
-                return linear(x, weight, bias)
-            # Contiguous, since what follows would read the transposed product with strides.
-            out = torch.mm(weight, rows.T).T.contiguous()
-        finally:
-            torch.set_num_threads(before)
-        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
-
-
 @contextmanager
 def small_pass(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Within this context the model runs on so many tokens of all rows as is fastest on a CPU: see the
-    module's text, and `FewTokens`. ``KVBENCH_KERNELS=torch`` leaves the products to torch."""
-    if next(model.parameters()).device.type != "cpu":
-        yield
-        return
+    """Within this context the model runs on so many tokens of all rows, and in a small pass on a CPU on
+    one thread but for its large products (see the module's text). These are torch's own, which round as
+    in transformers' `generate`."""
     config = model.config.get_text_config()
     hidden = getattr(config, "hidden_size", 0)
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if not on_cpu or not threads_are_ours() or tokens * hidden * intermediate > SMALL:
+        yield
+        return
     threads = torch.get_num_threads()
-    on_one = threads_are_ours() and tokens * hidden * intermediate <= SMALL
     hooks = []
-    if (on_one or 1 < tokens <= FEW_TOKENS) and os.environ.get(VARIABLE) != "torch":
-
-        def mark(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not args:
-                return None
-            given = args[0].as_subclass(FewTokens)
-            given.threads = threads
-            return (given,)
-
-        hooks = [module.register_forward_pre_hook(mark) for module in _large_products(model)]
-    if on_one:
-        torch.set_num_threads(1)
+    for module in _large_products(model):
+        hooks.append(module.register_forward_pre_hook(lambda *_: torch.set_num_threads(threads)))
+        hooks.append(module.register_forward_hook(lambda *_: torch.set_num_threads(1)))
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        if on_one:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
 
 
 def _large_products(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that are torch's own linear module with a large weight in float32 on the CPU, and
-    nothing that somebody else has put in their place. None of a compiled model."""
+    """The linear modules with a large weight on the CPU; none of a compiled model."""
     for module in () if hasattr(model, "_orig_mod") else model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module):
+        if isinstance(module, nn.Linear):
             weight = module.weight
-            on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-            if type(weight) is nn.Parameter and on_cpu and weight.numel() >= LARGE:
+            if weight.device.type == "cpu" and weight.numel() >= LARGE:
                 yield module
 
 

@@ -15,9 +15,6 @@ from kvbench.kernels._choice import use_triton
 from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.quantize import CACHED
 
-IN_CACHE = 1 << 19
-"""How many numbers of a layer's keys stay in a CPU's cache (2 MB) from one pass to the next."""
-
 
 def weighted_decode_attention(
     query: Tensor,
