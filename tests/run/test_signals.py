@@ -17,7 +17,7 @@ from support.stores import rows_below
 JOB = [*FAST[:-1], "task.num_lines=[8]", "task.num_examples=16", "task.max_new_tokens=6"]
 FEW = [*JOB, "limit=3"]
 PAGE = "runs/longeval_lines-tiny_random/report.html"
-ENDLESS = ("kvbench.run.plan.generate", 2)
+ENDLESS = ("kvbench.run.plan.converse", 2)
 """The function whose second call comes to no end."""
 GOES_ON = "what is done is on disk, the same command goes on from there"
 Records = Mapping[str, list[dict[str, Any]]]
