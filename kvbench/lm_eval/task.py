@@ -18,7 +18,7 @@ from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe, failed
-from kvbench.run.plan import Fields, Methods, Unit
+from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import folder_digests
@@ -85,8 +85,8 @@ class HarnessTask(Probe):
             task.set_fewshot_seed(seed=1234)
         return dict(loaded)
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per document. The first documents of all tasks come first, then the second ones, and
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
+        """One item per document. The first documents of all tasks come first, then the second ones, and
         so on.
         """
         if session.compress_after != "all_but_last":
@@ -105,20 +105,20 @@ class HarnessTask(Probe):
 
         by_task = []
         for name, task in self._loaded.items():
-            units = []
+            items = []
             documents = _requests_by_document(name, task)
             for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
                 key = f"{name}-{doc_id:05d}"
                 fields = {key: {"dataset": name, "document": key}}
-                units.append(Unit(key, (key,), (task, requests, encoding), fields))
-            by_task.append(units)
-        return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
+                items.append(WorkItem(key, (key,), (task, requests, encoding), fields))
+            by_task.append(items)
+        return [item for turn in zip_longest(*by_task) for item in turn if item is not None]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        task, requests, encoding = unit.payload
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+        task, requests, encoding = item.payload
         encoder = encoding()
         shared = {
-            **unit.fields[unit.id],
+            **item.fields[item.id],
             "num_fewshot": task.config.num_fewshot or 0,
             "prompt_tail": str(requests[0].args[0])[-200:],
         }
@@ -145,7 +145,7 @@ class HarnessTask(Probe):
                 if len(logprobs) > 1:
                     best = logprobs.index(max(logprobs))
                     fields["prediction"] = str(requests[best].args[1])
-            yield {"method": label, "example_id": unit.id, **fields}
+            yield {"method": label, "example_id": item.id, **fields}
 
     def _scored(
         self, task: Any, requests: Sequence[Instance], responses: Sequence[Any]

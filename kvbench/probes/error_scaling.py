@@ -34,7 +34,7 @@ from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import LayerProbe, Layers, Repeats, encoded_prompts, failed
 from kvbench.probes.layer_error import clustered, compress_measured, estimate, logits_of
 from kvbench.records.figures import Curve, as_json
-from kvbench.run.plan import Fields, Methods, Unit
+from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
@@ -72,11 +72,11 @@ class BoundedData:
         generator = layer_generator(draw, f"bounded/{name}", 0)
 
         def directions(count: int) -> Tensor:
-            return _unit(torch.randn(1, self.heads, count, self.head_dim, generator=generator))
+            return _item(torch.randn(1, self.heads, count, self.head_dim, generator=generator))
 
         keys, values = clustered(directions, n, self.clusters, self.spread, generator)
         if self.clusters:
-            keys, values = _unit(keys), _unit(values)
+            keys, values = _item(keys), _item(values)
         all_queries = self.query_norm * directions(n + queries)
         layer = LayerKV(
             self.key_norm * keys,
@@ -89,7 +89,7 @@ class BoundedData:
         return layer, all_queries[:, :, n:]
 
 
-def _unit(x: Tensor) -> Tensor:
+def _item(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
@@ -168,7 +168,7 @@ class ErrorScaling(LayerProbe):
         )
         return super().meta() | {"unit": unit, "figures": as_json([figure])}
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
         for label, options in self.per_kept.items():
             check_known(f"task.per_kept names {label!r}", label, [*methods], KVError)
             known_options = [option.name for option in fields(methods[label][0])]
@@ -177,7 +177,7 @@ class ErrorScaling(LayerProbe):
                 check_known(what, option, known_options, KVError)
         if self.prompts is None:
             return [
-                self._unit(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
+                self._item(f"{name}/draw{draw}", [name], [f"draw{draw}"], (name, draw))
                 for draw, name in product(range(self.draws), self.data)
             ]
         needed = self.n + self.queries
@@ -189,35 +189,35 @@ class ErrorScaling(LayerProbe):
                 f"prompts wanted are that long; the longest has {max(p.n for p in prompts)} tokens"
             )
         datasets = [f"layer {layer}" for layer in self.layers]
-        units = []
+        items = []
         for prompt in long_enough:
             name = prompt.example.id
             replicates = [f"{name}-draw{draw}" for draw in range(self.draws)]
-            units.append(self._unit(name, datasets, replicates, prompt))
-        return units
+            items.append(self._item(name, datasets, replicates, prompt))
+        return items
 
-    def _unit(
+    def _item(
         self, name: str, datasets: Sequence[str], replicates: Sequence[str], payload: Any
-    ) -> Unit:
+    ) -> WorkItem:
         ids = tuple(
             f"{dataset}/kept{kept}/{replicate}"
             for replicate, dataset, kept in product(replicates, datasets, self.kept)
         )
-        return Unit(name, ids, payload)
+        return WorkItem(name, ids, payload)
 
     def _layers(
-        self, unit: Unit, session: Session
+        self, item: WorkItem, session: Session
     ) -> Iterator[tuple[str, str, int, dict[str, Any], LayerKV, Tensor]]:
         """For each repetition data set and repetition as record ids name them, the number of the draw,
         record fields, the layer of n entries, and the queries after them."""
         if self.prompts is None:
-            name, draw = unit.payload
+            name, draw = item.payload
             fields_of_draw = {"replicate": f"seed{session.seed}-draw{draw}"}
             seed = SEED_STRIDE * session.seed + draw
             layer, after = self.data[name].layer(self.n, self.queries, name, seed)
             yield name, f"draw{draw}", draw, fields_of_draw, layer, after
             return
-        for number, prompt_layer in self.captured(session, unit.payload, self.n + self.queries):
+        for number, prompt_layer in self.captured(session, item.payload, self.n + self.queries):
             queries = prompt_layer.queries
             assert queries is not None
             layer = replace(
@@ -230,12 +230,12 @@ class ErrorScaling(LayerProbe):
             check_finite(layer)
             after = queries[:, :, self.n :]
             for draw in range(self.draws):
-                replicate = f"{unit.id}-draw{draw}"
-                fields_of_draw = {"replicate": replicate, "prompt": unit.id}
+                replicate = f"{item.id}-draw{draw}"
+                fields_of_draw = {"replicate": replicate, "prompt": item.id}
                 yield f"layer {number}", replicate, draw, fields_of_draw, layer, after
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        for dataset, replicate, draw, fields_of_draw, layer, queries in self._layers(unit, session):
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+        for dataset, replicate, draw, fields_of_draw, layer, queries in self._layers(item, session):
             seed = SEED_STRIDE * session.seed + draw
             exact = estimate(keep_all(layer), queries, layer.n, layer)
             scale = bound_scale(layer, queries)

@@ -28,7 +28,7 @@ from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Unit
+from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError, Tokens
 
@@ -170,7 +170,7 @@ class FidelityProbe(Probe):
             "measures": list(places(self.tokens, self.tokens)),
         }
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
         if session.compress_after == "prompt":
             raise KVError(
                 "compress_after is 'prompt', whose first token is the exact cache's, and fidelity "
@@ -178,7 +178,7 @@ class FidelityProbe(Probe):
             )
         positions = session.encoder.max_positions
         rates = self.rates or (None,)
-        units = []
+        items = []
         for encoded in encoded_prompts(self.prompts, session, self.num_prompts):
             name = encoded.example.id
             n = encoded.n
@@ -199,11 +199,11 @@ class FidelityProbe(Probe):
             for (_, budget), rate in product(methods.values(), rates):
                 budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)
-            units.append(Unit(name, ids, (encoded, text)))
-        return units
+            items.append(WorkItem(name, ids, (encoded, text)))
+        return items
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        encoded, text = unit.payload
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+        encoded, text = item.payload
         encoder = session.encoder
         rates = self.rates or (None,)
         longest = self.tokens
@@ -219,7 +219,7 @@ class FidelityProbe(Probe):
             encoded.context_ids + (() if later else encoded.question_ids),
             by_label,
             seed=session.seed,
-            name=unit.id,
+            name=item.id,
             held_back=0 if later else 1,
             room=longest + len(later),
             encoder=encoder,
@@ -241,7 +241,7 @@ class FidelityProbe(Probe):
         fidelities = compare(session.model, reading, tokens)
         prompt = encoded.example.context + encoded.example.question
         shared = {
-            "prompt": unit.id,
+            "prompt": item.id,
             "prompt_tokens": encoded.n,
             "compressed_tokens": reading.n,
             "held_back": encoded.n - reading.n,
@@ -261,7 +261,7 @@ class FidelityProbe(Probe):
                 if rate is not None:
                     fields["rate"] = rate
                 fields |= self._measured(fidelity, tokens, encoder)
-                yield {"method": label, "example_id": _at_rate(unit.id, rate, "/rate"), **fields}
+                yield {"method": label, "example_id": _at_rate(item.id, rate, "/rate"), **fields}
 
     def _measured(
         self, fidelity: Fidelity, tokens: Sequence[int], encoder: PromptEncoder

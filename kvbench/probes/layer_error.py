@@ -25,7 +25,7 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, k
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import LayerProbe, Repeats, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Fields, Methods, Unit
+from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 
@@ -275,7 +275,7 @@ class LayerError(LayerProbe):
             "unit": unit,
         }
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
         draws = list(product(self.layers, self.rates, range(self.seeds)))
         sources: list[tuple[str, int, Any]] = []
         if self.synthetic is not None:
@@ -290,31 +290,31 @@ class LayerError(LayerProbe):
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
         return [
-            Unit(name, tuple(RECORD_ID.format(name, *draw) for draw in draws), prompt)
+            WorkItem(name, tuple(RECORD_ID.format(name, *draw) for draw in draws), prompt)
             for name, _, prompt in sources
         ]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """After a method that wrote to the tensors the others are measured on new ones."""
         damage: dict[str, check.LayerDamaged] = {}
         while True:
             sound = {label: pair for label, pair in methods.items() if label not in damage}
             try:
-                records = list(self._measured(unit, sound, session))
+                records = list(self._measured(item, sound, session))
             except check.LayerDamaged as failure:
                 damage[failure.label] = failure
                 continue
             break
         yield from records
-        for label, record_id in product(damage, unit.record_ids):
+        for label, record_id in product(damage, item.record_ids):
             yield {"method": label, "example_id": record_id, **failed(damage[label])}
 
-    def _measured(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+    def _measured(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """A method that draws nothing is run once for all seeds. What a method notes for its next layers
         (`LayerKV.carried`) stays with its rate and its draw."""
         carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
-        for layer, kv in self._layers(unit, session):
+        for layer, kv in self._layers(item, session):
             check.check_finite(kv)
             first = kv.n - self.exact
             assert kv.queries is not None
@@ -326,7 +326,7 @@ class LayerError(LayerProbe):
             without_draws: dict[tuple[str, float], Mapping[str, Any]] = {}
             for rate, seed, label in product(self.rates, range(self.seeds), methods):
                 method = methods[label][0]
-                generator = layer_generator(SEED_STRIDE * session.seed + seed, unit.id, layer)
+                generator = layer_generator(SEED_STRIDE * session.seed + seed, item.id, layer)
                 state = generator.get_state()
                 own = replace(shown, carried=carried.setdefault((label, rate, seed), {}))
                 measurement = without_draws.get((label, rate))
@@ -343,17 +343,17 @@ class LayerError(LayerProbe):
                 if torch.equal(state, generator.get_state()):  # the other seeds would draw nothing
                     without_draws[label, rate] = measurement
                     carried[label, rate, seed] = carried[label, rate, 0]
-                where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
+                where = {"prompt": item.id, "layer": layer, "rate": rate, "draw": seed}
                 fields = {**where, "prompt_tokens": kv.n, **measurement}
                 yield {
                     "method": label,
-                    "example_id": RECORD_ID.format(unit.id, layer, rate, seed),
+                    "example_id": RECORD_ID.format(item.id, layer, rate, seed),
                     **fields,
                 }
 
-    def _layers(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+    def _layers(self, item: WorkItem, session: Session) -> Iterator[tuple[int, LayerKV]]:
         if self.synthetic is None:
-            yield from self.captured(session, unit.payload)
+            yield from self.captured(session, item.payload)
             return
         count = max(self.layers)
         for layer in self.layers:

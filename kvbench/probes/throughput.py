@@ -25,7 +25,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Unit, measured
+from kvbench.run.plan import Fields, Methods, WorkItem, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
@@ -124,7 +124,7 @@ class Throughput(Probe):
             "reference": REFERENCE,
         }
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
         limit = (session.spec.architecture or {}).get("max_position_embeddings")
         for setting in self._settings():
             n, new = setting.prompt_tokens, setting.new_tokens
@@ -143,13 +143,13 @@ class Throughput(Probe):
                 if method.uses_budget:
                     budget.with_share(setting.rate).capacity(n)  # raises if the share is too small
         return [
-            Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
+            WorkItem(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
         ]
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         # Of n methods, run i begins with method i modulo n; exact is the first.
-        setting, run = unit.payload
+        setting, run = item.payload
         n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)
         start = run % len(labels)
@@ -177,7 +177,7 @@ class Throughput(Probe):
                 ratio: _over(fields.get(name), of_reference.get(name))
                 for ratio, name in RATIOS.items()
             }
-            yield {"method": label, "example_id": unit.id, **settings_of_run, **fields, **ratios}
+            yield {"method": label, "example_id": item.id, **settings_of_run, **fields, **ratios}
 
     def _measure(
         self, session: Session, setting: Setting, label: str, pair: tuple[Method, Budget]

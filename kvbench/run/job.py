@@ -24,7 +24,7 @@ from kvbench.records.store import (
     safe_name,
 )
 from kvbench.run.identity import settings_alone, without_defaults
-from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Unit
+from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, WorkItem
 from kvbench.run.session import Session
 from kvbench.run.source import source_of
 
@@ -48,7 +48,7 @@ class Job:
         limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
             counted one by one.)
         shard: the part of these contexts that this job runs, while other processes run the others.
-        batch_size: how many units run together, or "auto", where the plan can do so; it changes no
+        batch_size: how many items run together, or "auto", where the plan can do so; it changes no
             answer.
         retry_failed: whether examples run again whose record has a status other than ok.
         rerun: the name under which the records of this job's examples are moved away, so that all run
@@ -85,26 +85,26 @@ class Job:
         return self.plan.meta()
 
     @cached_property
-    def _all_units(self) -> Sequence[Unit]:
-        """All units of the plan. Computed once, since the examples of a benchmark have tens of millions
+    def _all_items(self) -> Sequence[WorkItem]:
+        """All items of the plan. Computed once, since the examples of a benchmark have tens of millions
         of tokens."""
-        units = self.plan.units(self.session, self.methods)
-        for name, count in Counter(name for unit in units for name in unit.record_ids).items():
+        items = self.plan.items(self.session, self.methods)
+        for name, count in Counter(name for item in items for name in item.record_ids).items():
             if count > 1:
                 raise KVError(
                     f"task {self.task} has {count} examples with the id {name!r}; allowed: one, or the "
                     "others would be skipped"
                 )
-        return units
+        return items
 
     @cached_property
-    def within_limit(self) -> Sequence[Unit]:
-        """The units of the first `limit` contexts, those of other shards included."""
-        return _of_contexts(self._all_units, _contexts_of(self._all_units)[: self.limit])
+    def within_limit(self) -> Sequence[WorkItem]:
+        """The items of the first `limit` contexts, those of other shards included."""
+        return _of_contexts(self._all_items, _contexts_of(self._all_items)[: self.limit])
 
     @cached_property
-    def units(self) -> Sequence[Unit]:
-        """The units that this job runs: those of its own shard within the limit."""
+    def items(self) -> Sequence[WorkItem]:
+        """The items that this job runs: those of its own shard within the limit."""
         if self.shard is None:
             return self.within_limit
         chosen = self.shard.select(_contexts_of(self.within_limit))
@@ -116,7 +116,7 @@ class Job:
         if not isinstance(self.plan, TaskPlan):
             return []
         present = {
-            encoded.example.dataset for unit in self.within_limit for encoded in unit.examples
+            encoded.example.dataset for item in self.within_limit for encoded in item.examples
         }
         return [name for name in self.plan.datasets(self.session) if name not in present]
 
@@ -127,7 +127,7 @@ class Job:
         lines = []
         if self.left_out:
             lines.append(f"limit is {self.limit}: no example is run of {', '.join(self.left_out)}")
-        answers = [e.example.max_new_tokens for unit in self.units for e in unit.examples]
+        answers = [e.example.max_new_tokens for item in self.items for e in item.examples]
         thought = self.session.encoder.thought if answers else None
         if thought is not None:
             lines.append(
@@ -135,7 +135,7 @@ class Job:
                 f"{thought.end!r} is scored, and a thought that is not over after {min(answers)} new "
                 "tokens scores as an empty answer (task.max_new_tokens, model.enable_thinking)"
             )
-        lengths = [encoded.n for unit in self.units for encoded in unit.examples]
+        lengths = [encoded.n for item in self.items for encoded in item.examples]
         positions = self.session.encoder.max_positions if lengths else None
         if positions is None:
             return lines
@@ -279,17 +279,17 @@ class Job:
         }
 
 
-def record_ids(units: Sequence[Unit]) -> set[str]:
-    """The example ids of the records of these units."""
-    return {record_id for unit in units for record_id in unit.record_ids}
+def record_ids(items: Sequence[WorkItem]) -> set[str]:
+    """The example ids of the records of these items."""
+    return {record_id for item in items for record_id in item.record_ids}
 
 
-def _contexts_of(units: Sequence[Unit]) -> list[str]:
-    """The contexts of these units, in their order; a unit without one is its own."""
-    return list(dict.fromkeys(unit.context or unit.id for unit in units))
+def _contexts_of(items: Sequence[WorkItem]) -> list[str]:
+    """The contexts of these items, in their order; an item without one is its own."""
+    return list(dict.fromkeys(item.context or item.id for item in items))
 
 
-def _of_contexts(units: Sequence[Unit], contexts: Sequence[str]) -> list[Unit]:
-    """The units that belong to these contexts."""
+def _of_contexts(items: Sequence[WorkItem], contexts: Sequence[str]) -> list[WorkItem]:
+    """The items that belong to these contexts."""
     chosen = set(contexts)
-    return [unit for unit in units if (unit.context or unit.id) in chosen]
+    return [item for item in items if (item.context or item.id) in chosen]

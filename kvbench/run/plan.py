@@ -1,4 +1,4 @@
-"""Plans: the units of work of a job, and how a unit becomes records.
+"""Plans: the items of work of a job, and how an item becomes records.
 
 The runner knows only `Plan`. A probe (a measurement of tensors or of time) is a plan itself; `TaskPlan`
 makes one of a benchmark task (examples in, scores out).
@@ -51,8 +51,8 @@ EVERY_RECORD_HAS = frozenset(
 """The fields of a record that the engine and the runner write. Tasks and methods may not use these
 names."""
 
-UNITS_WITH_KEPT = 2
-"""The number of units, the first ones of a task, that record which entries every method kept. Two, since
+ITEMS_WITH_KEPT = 2
+"""The number of items, the first ones of a task, that record which entries every method kept. Two, since
 one may be a special case."""
 
 Methods = Mapping[str, tuple[Method, Budget]]
@@ -63,7 +63,7 @@ others."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkItem:
     """The smallest piece of work. If it is interrupted, the methods without all its records run it
     again.
 
@@ -73,11 +73,11 @@ class Unit:
         payload: whatever the plan needs to run it.
         fields: by record id, the fields that a record has even where its method fails (the dataset, a
             number of lines ...).
-        context: the id of the context that it shares with other units, or None. The limit and the shard
-            of a job take all units of a context, or none.
+        context: the id of the context that it shares with other items, or None. The limit and the shard
+            of a job take all items of a context, or none.
         answers: how many answers each method gives; `example_timeout` is the time of one.
         notes_kept: whether the first record of each method says which entries the method kept.
-        examples: the benchmark's examples in this unit, which share their context; none for a probe.
+        examples: the benchmark's examples in this item, which share their context; none for a probe.
     """
 
     id: str
@@ -94,12 +94,12 @@ class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
     Attributes:
-        batches_units: whether `run_batch` may run several units together.
+        batches_items: whether `run_batch` may run several items together.
         reads_whole_prompts: whether all of a prompt is compressed, whatever `compress_after` says: where
             seconds or layers are measured and no token is judged.
     """
 
-    batches_units: ClassVar[bool] = False
+    batches_items: ClassVar[bool] = False
     reads_whole_prompts: ClassVar[bool] = False
 
     @abstractmethod
@@ -109,23 +109,23 @@ class Plan(ABC):
         about where that is not the model."""
 
     @abstractmethod
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """All units, in an order whose first units are a balanced sample, however many are taken. It
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
+        """All items, in an order whose first items are a balanced sample, however many are taken. It
         must not load the model."""
 
     @abstractmethod
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Run a unit. Yields the fields of one record for each method and record id."""
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+        """Run an item. Yields the fields of one record for each method and record id."""
 
     def run_batch(
-        self, work: Sequence[tuple[Unit, Methods]], session: Session
+        self, work: Sequence[tuple[WorkItem, Methods]], session: Session
     ) -> Sequence[Sequence[Fields]]:
-        """Run several units together, each with the methods that it is still to be run with.
+        """Run several items together, each with the methods that it is still to be run with.
 
         Returns:
-            the records of each unit.
+            the records of each item.
         """
-        return [list(self.run(unit, methods, session)) for unit, methods in work]
+        return [list(self.run(item, methods, session)) for item, methods in work]
 
 
 def status_of(error: BaseException) -> str:
@@ -146,7 +146,7 @@ class TaskPlan(Plan):
         limit: the number of contexts, the first ones, whose examples are encoded and run; None: all.
     """
 
-    batches_units: ClassVar[bool] = True
+    batches_items: ClassVar[bool] = True
 
     task: Task
     limit: int | None = None
@@ -167,7 +167,7 @@ class TaskPlan(Plan):
             "metric": self.task.metric_name(),
         }
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+    def items(self, session: Session, methods: Methods) -> Sequence[WorkItem]:
         # One per prefill: per example or, where the question comes after compression, per context.
         examples, _ = self._examples(session)
         for encoded in examples:
@@ -186,7 +186,7 @@ class TaskPlan(Plan):
             by_prefill.setdefault(name, []).append(encoded)
         samples = session.sampling.samples
         return [
-            _unit(name, of_prefill, samples, notes_kept=number < UNITS_WITH_KEPT)
+            _item(name, of_prefill, samples, notes_kept=number < ITEMS_WITH_KEPT)
             for number, (name, of_prefill) in enumerate(by_prefill.items())
         ]
 
@@ -263,20 +263,20 @@ class TaskPlan(Plan):
 
         return session.once("examples", (self.task, self.limit), make)
 
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """Generate with every method from one prefill, and score."""
-        yield from self.run_batch([(unit, methods)], session)[0]
+        yield from self.run_batch([(item, methods)], session)[0]
 
     def run_batch(
-        self, work: Sequence[tuple[Unit, Methods]], session: Session
+        self, work: Sequence[tuple[WorkItem, Methods]], session: Session
     ) -> list[list[Fields]]:
-        """Prefill the prompts of several units, decode their answers together, and score them."""
+        """Prefill the prompts of several items, decode their answers together, and score them."""
         _warm_up(*work[0], session)
         talks = []
-        for unit, methods in work:
-            asked = _conversations(unit, session)
-            reading = _read(unit, methods, session, room_of(asked))
-            if unit.notes_kept:
+        for item, methods in work:
+            asked = _conversations(item, session)
+            reading = _read(item, methods, session, room_of(asked))
+            if item.notes_kept:
                 note_kept(reading.rows, reading.n)
             talks.append((reading, asked))
         answers = converse(
@@ -288,26 +288,26 @@ class TaskPlan(Plan):
         )
         return [
             [
-                self._record(unit, record_id, label, one, session)
+                self._record(item, record_id, label, one, session)
                 for label, own in by_label.items()
-                for record_id, one in zip(unit.record_ids, own, strict=True)
+                for record_id, one in zip(item.record_ids, own, strict=True)
             ]
-            for (unit, _), by_label in zip(work, answers, strict=True)
+            for (item, _), by_label in zip(work, answers, strict=True)
         ]
 
     def _record(
         self,
-        unit: Unit,
+        item: WorkItem,
         record_id: str,
         label: str,
         result: Answer,
         session: Session,
     ) -> Fields:
         """The record of one method's answer to one example."""
-        encoded: EncodedExample = unit.payload[record_id]
+        encoded: EncodedExample = item.payload[record_id]
         example = encoded.example
         if result.failure is None:
-            others = {*unit.fields[record_id], *self.task.measures}
+            others = {*item.fields[record_id], *self.task.measures}
             result = with_extras_checked(label, result, others)
         fields: Fields = {
             "method": label,
@@ -316,12 +316,12 @@ class TaskPlan(Plan):
             "max_new_tokens": example.max_new_tokens,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
-            **unit.fields[record_id],
+            **item.fields[record_id],
             **measured(result, long_answer=self.task.long_answers),
         }
         if result.cost.prompt_tokens:
             fields["held_back"] = encoded.n - result.cost.prompt_tokens
-        if result.kept is not None and record_id == unit.record_ids[0]:
+        if result.kept is not None and record_id == item.record_ids[0]:
             fields["kept"] = result.kept | pieces_of(
                 encoded, result.kept, session.encoder.tokenizer
             )
@@ -353,12 +353,14 @@ def _text(tokens: Sequence[int], example: Example, session: Session) -> tuple[st
     return thought, session.stopping(example).cut(text)
 
 
-def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool) -> Unit:
-    """The unit of the examples that share one prefill, each answered `samples` times.
+def _item(
+    name: str, examples: Sequence[EncodedExample], samples: int, *, notes_kept: bool
+) -> WorkItem:
+    """The item of the examples that share one prefill, each answered `samples` times.
 
     The records of one sample follow each other, since a question may follow on from the answer before.
     """
-    record_ids: list[str] = []  # `Job.units` refuses ids that occur twice
+    record_ids: list[str] = []  # `Job.items` refuses ids that occur twice
     by_record: dict[str, EncodedExample] = {}
     fields: dict[str, dict[str, Any]] = {}
     for sample in range(samples):
@@ -369,7 +371,7 @@ def _unit(name: str, examples: Sequence[EncodedExample], samples: int, *, notes_
             record_ids.append(record_id)
             by_record[record_id] = encoded
             fields[record_id] = encoded.fields(sample, samples)
-    return Unit(
+    return WorkItem(
         name,
         record_ids=tuple(record_ids),
         payload=by_record,
@@ -408,24 +410,24 @@ def with_extras_checked(label: str, result: Answer, others: Collection[str]) -> 
     return result
 
 
-def _conversations(unit: Unit, session: Session) -> list[list[Question]]:
-    """What is asked about the prompt of a unit, in the order of its records."""
+def _conversations(item: WorkItem, session: Session) -> list[list[Question]]:
+    """What is asked about the prompt of an item, in the order of its records."""
 
     def question(encoded: EncodedExample, sample: int) -> Question:
         ids = encoded.question_ids if session.compress_after == "context" else ()
-        stopping = session.stopping(encoded.example, unit.answers)
+        stopping = session.stopping(encoded.example, item.answers)
         return Question(ids, stopping, encoded.example.id, sample)
 
     return [
         [question(encoded, sample) for encoded in conversation]
         for sample in range(session.sampling.samples)
-        for conversation in conversations_of(unit.examples)
+        for conversation in conversations_of(item.examples)
     ]
 
 
-def _read(unit: Unit, methods: Methods, session: Session, room: int) -> Reading:
-    """Prefill the prompt of a unit, or its context, and compress it by every method."""
-    first = unit.examples[0]
+def _read(item: WorkItem, methods: Methods, session: Session, room: int) -> Reading:
+    """Prefill the prompt of an item, or its context, and compress it by every method."""
+    first = item.examples[0]
     return read(
         session.model,
         first.context_ids + (() if session.compress_after == "context" else first.question_ids),
@@ -438,16 +440,16 @@ def _read(unit: Unit, methods: Methods, session: Session, room: int) -> Reading:
     )
 
 
-def _warm_up(unit: Unit, methods: Methods, session: Session) -> None:
+def _warm_up(item: WorkItem, methods: Methods, session: Session) -> None:
     """Generate two tokens, without a record, with the methods that have not run yet. On a GPU a kernel
     is compiled at its first launch, whose time must not count in the seconds of an example."""
     new = {label: pair for label, pair in methods.items() if label not in session.warmed}
     if session.device.type != "cuda" or not new:
         return
     session.warmed.update(new)
-    question = replace(_conversations(unit, session)[0][0], stopping=Stopping(2))
+    question = replace(_conversations(item, session)[0][0], stopping=Stopping(2))
     try:
-        reading = _read(unit, new, session, room_of([[question]]))
+        reading = _read(item, new, session, room_of([[question]]))
         asked = [(reading, row, question) for row in reading.rows]
         answer(session.model, asked, sampling=session.sampling, steps=session.steps)
     except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it

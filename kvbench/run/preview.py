@@ -42,21 +42,21 @@ def print_dry_run(job: Job, name: str = "") -> None:
             for record in read_records(folder)
             if job.rerun is None and (record["status"] == "ok" or not job.retry_failed)
         }
-        & record_ids(job.units)
+        & record_ids(job.items)
         for label, folder in (job.folders if is_here else {}).items()
     }
     waiting = [
-        unit
-        for unit in job.units
-        if any(not on_disk.get(label, set()).issuperset(unit.record_ids) for label in job.methods)
+        item
+        for item in job.items
+        if any(not on_disk.get(label, set()).issuperset(item.record_ids) for label in job.methods)
     ]
-    examples = f"{len(job.units)} examples, {len(waiting)} of them to run"
+    examples = f"{len(job.items)} examples, {len(waiting)} of them to run"
     if job.shard is not None:
         examples += f" (shard {job.shard} of {len(job.within_limit)})"
-    answers = len(record_ids(job.units))
-    if answers != len(job.units):
+    answers = len(record_ids(job.items))
+    if answers != len(job.items):
         examples += f", {answers} answers per method"
-    prompts = [encoded for unit in job.units for encoded in unit.examples]  # none of a probe
+    prompts = [encoded for item in job.items for encoded in item.examples]  # none of a probe
     lengths = [encoded.n for encoded in prompts]
     compressed = [encoded.n - encoded.held_back(job.session.compress_after) for encoded in prompts]
     tokens = "tokens as the task says"
@@ -122,7 +122,7 @@ def _table_of_methods(job: Job, tokens: int | None, on_disk: Mapping[str, set[st
             memory[1:] = f"{held / MIB:.3f} MiB ({held / exact:.0%})", f"{exact / MIB:.3f} MiB"
         records, name = "-", "-"
         if label in on_disk:
-            records = f"{len(on_disk[label])}/{len(record_ids(job.units))}"
+            records = f"{len(on_disk[label])}/{len(record_ids(job.items))}"
             name = job.folders[label].name
         table.add_row(escape(label), *memory, records, name)
     return table

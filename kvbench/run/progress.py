@@ -31,7 +31,7 @@ class Progress:
             that is False: `show` may then do nothing.
 
     Attributes:
-        done: the number of units, of `total`, that have all their records.
+        done: the number of items, of `total`, that have all their records.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Progress:
         show(self, True)
 
     def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
-        """Note the units that lack records, each with its methods, of `total` units in all."""
+        """Note the items that lack records, each with its methods, of `total` items in all."""
         self.total = total
         self.done = self._on_disk = total - len(work)
-        examples = [encoded.example for unit, _ in work for encoded in unit.examples]
+        examples = [encoded.example for item, _ in work for encoded in item.examples]
         self._most_new_tokens = max((example.max_new_tokens for example in examples), default=0)
         self._began = time.monotonic()
         self.doing = f"{self.done} of {total} on disk"
@@ -62,7 +62,7 @@ class Progress:
         if score is not None:
             self._scores.setdefault(method, []).append(score)
 
-    def unit_done(self) -> None:
+    def item_done(self) -> None:
         self.done += 1
         if self.done == self.total:
             self.doing = "done"
@@ -70,8 +70,8 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """The seconds that the remaining units take if each takes the mean of those so far; None before
-        the end of the first unit."""
+        """The seconds that the remaining items take if each takes the mean of those so far; None before
+        the end of the first item."""
         if self.done == self._on_disk:
             return None
         of_one = (time.monotonic() - self._began) / (self.done - self._on_disk)

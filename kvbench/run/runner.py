@@ -2,7 +2,7 @@
 
 The size of the groups changes the time and the memory that the answers need, not the answers. What ran
 out of memory or time in company, and what an exception ended with others, runs again in smaller company:
-a group in halves, a single unit with one method at a time. So a record of such a failure is always that
+a group in halves, a single item with one method at a time. So a record of such a failure is always that
 of a method which failed alone. Nothing here depends on which method it is.
 """
 
@@ -27,22 +27,22 @@ from kvbench.records.aside import lines_of
 from kvbench.records.read import MANIFEST, read_manifest, recorded
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
-from kvbench.run.plan import Fields, Methods, Plan, Unit, status_of
+from kvbench.run.plan import Fields, Methods, Plan, WorkItem, status_of
 from kvbench.run.progress import Progress, decoder_layers
 from kvbench.run.session import Session
 from kvbench.run.source import changed_since, unsaved
 
 log = logging.getLogger(__name__)
 
-Work = tuple[Unit, Methods]
-"""A unit, and the methods that it is still to be run with."""
+Work = tuple[WorkItem, Methods]
+"""An item, and the methods that it is still to be run with."""
 
 RETRIED_ALONE = ("oom", "timeout")
-"""Statuses of failures that other methods or units of a group may have caused. What fails in this way is
+"""Statuses of failures that other methods or items of a group may have caused. What fails in this way is
 run again alone."""
 
 LARGEST_AUTO_GROUP = 64
-"""The most units of a group with batch_size "auto". Records are written only when a group is done."""
+"""The most items of a group with batch_size "auto". Records are written only when a group is done."""
 
 SAFE_SHARE = 0.85
 """A group is doubled only if it is then expected to take at most this share of all memory."""
@@ -60,14 +60,14 @@ class DeviceLost(UserError, RuntimeError):
 
 
 class GroupSize:
-    """How many units the next group has.
+    """How many items the next group has.
 
-    With batch_size "auto" the first group has one unit. The size doubles as long as a group of twice the
+    With batch_size "auto" the first group has one item. The size doubles as long as a group of twice the
     size is expected to fit into memory. After a group that ran out of memory it is halved, and does not
-    grow again, unless one unit of that group does not fit even alone: then the others are not to blame.
+    grow again, unless one item of that group does not fit even alone: then the others are not to blame.
 
     Attributes:
-        now: units of the next group.
+        now: items of the next group.
         most: the largest size that `now` may grow to.
     """
 
@@ -77,15 +77,15 @@ class GroupSize:
         self.now = 1 if isinstance(batch_size, str) else batch_size
         self.most = LARGEST_AUTO_GROUP if isinstance(batch_size, str) else batch_size
         self._bytes_before_group: int | None = None
-        self._most_bytes_of_a_unit = 0.0
+        self._most_bytes_of_an_item = 0.0
 
     def group_begins(self) -> None:
         """Note how much memory is in use before a group runs."""
         if self.grows and memory.reset_peak(self.device):
             self._bytes_before_group = memory.used_bytes(self.device)
 
-    def group_fitted(self, units: int) -> None:
-        """Double the size, if memory allows it, after a group of this many units fitted."""
+    def group_fitted(self, items: int) -> None:
+        """Double the size, if memory allows it, after a group of this many items fitted."""
         if not self.grows or self.now == self.most:
             return
         before = self._bytes_before_group
@@ -94,21 +94,21 @@ class GroupSize:
         if before is None or peak is None or total is None:
             self.most = self.now  # a size whose need cannot be measured is not tried
             return
-        # The most that a unit of any group took. A later group may seem to take less, as it uses memory
+        # The most that an item of any group took. A later group may seem to take less, as it uses memory
         # that an earlier one has left allocated.
-        self._most_bytes_of_a_unit = max(self._most_bytes_of_a_unit, (peak - before) / units)
+        self._most_bytes_of_an_item = max(self._most_bytes_of_an_item, (peak - before) / items)
         doubled = min(2 * self.now, self.most)
-        expected = before + doubled * self._most_bytes_of_a_unit
-        if units == self.now and expected <= SAFE_SHARE * total:
+        expected = before + doubled * self._most_bytes_of_an_item
+        if items == self.now and expected <= SAFE_SHARE * total:
             self.now = doubled
 
-    def group_ran_out(self, units: int) -> None:
-        """Halve the size, after a group of this many units ran out of memory."""
-        self.now = self.most = max(1, min(self.most, units // 2))
+    def group_ran_out(self, items: int) -> None:
+        """Halve the size, after a group of this many items ran out of memory."""
+        self.now = self.most = max(1, min(self.most, items // 2))
 
 
 class Runner:
-    """Runs the units of a plan in groups (`GroupSize`)."""
+    """Runs the items of a plan in groups (`GroupSize`)."""
 
     def __init__(self, plan: Plan, session: Session, batch_size: int | str) -> None:
         self.plan = plan
@@ -119,11 +119,11 @@ class Runner:
             self.seconds = None  # the numbers are not about a model, whose passes could be timed
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Fields]]:
-        """Run all units. Yields the records of each unit, failures included, as soon as they are final;
-        units that run again come after the others of their group."""
+        """Run all items. Yields the records of each item, failures included, as soon as they are final;
+        items that run again come after the others of their group."""
         done = 0
         while done < len(work):
-            size = self.size.now if self.plan.batches_units else 1
+            size = self.size.now if self.plan.batches_items else 1
             group = work[done : done + size]
             done += len(group)
             self.size.group_begins()
@@ -136,29 +136,26 @@ class Runner:
                 raise DeviceLost(self.session.device, when)
 
     def _run(self, group: Sequence[Work]) -> Iterator[list[Fields]]:
-        """Run a group. Yields the records of each unit: first those that are final, then those of the
-        units that run again, in halves of the group."""
-        by_unit, failure = self._attempt(group)
+        """Run a group. Yields the records of each item: first those that are final, then those of the
+        items that run again, in halves of the group."""
+        by_item, failure = self._attempt(group)
         goes_on = failure is None or self._can_go_on()
         out_of_memory = failure is not None and is_out_of_memory(failure)
         again: list[Work] = []
-        for (unit, methods), records in zip(group, by_unit, strict=True):
-            lost = [] if failure is None else _missing(unit, methods, failure, records, len(group))
+        for (item, methods), records in zip(group, by_item, strict=True):
+            lost = [] if failure is None else _missing(item, methods, failure, records, len(group))
             suspects = {record["method"] for record in records if _ran_out(record)}
             suspects |= {record["method"] for record in lost}
             out_of_memory |= any(record.get("status") == "oom" for record in records)
             if suspects and goes_on and len(group) > 1:
-                again.append((unit, methods))
+                again.append((item, methods))
             elif suspects and goes_on and len(methods) > 1:
                 others = [record for record in records if record["method"] not in suspects]
                 alone = {label: own for label, own in methods.items() if label in suspects}
-                yield _in_order(methods, [*others, *self._one_at_a_time(unit, alone)])
+                yield _in_order(methods, [*others, *self._one_at_a_time(item, alone)])
             else:
                 yield _in_order(methods, [*records, *lost])
-        del (
-            by_unit,
-            failure,
-        )  # they refer to tensors, which would stay in memory during the next runs
+        del by_item, failure  # they refer to tensors, which would stay in memory
         if not again:
             if len(group) > 1 or not out_of_memory:
                 self.size.group_fitted(len(group))
@@ -175,11 +172,11 @@ class Runner:
             self.size.group_ran_out(len(group))
             log.info("a batch of %d did not fit; going on with %d", len(group), self.size.now)
 
-    def _one_at_a_time(self, unit: Unit, methods: Methods) -> Iterator[Fields]:
-        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(methods)))
+    def _one_at_a_time(self, item: WorkItem, methods: Methods) -> Iterator[Fields]:
+        log.info("%s: once more, one at a time: %s", item.id, ", ".join(sorted(methods)))
         for label, method in methods.items():
             self._give_back_memory()
-            for records in self._run([(unit, {label: method})]):
+            for records in self._run([(item, {label: method})]):
                 yield from ({**record, "retried": True} for record in records)
 
     def _can_go_on(self) -> bool:
@@ -192,16 +189,16 @@ class Runner:
         free_memory(self.session.device)
 
     def _attempt(self, work: Sequence[Work]) -> tuple[list[list[Fields]], Exception | None]:
-        """Run a group of units once.
+        """Run a group of items once.
 
         Returns:
-            the records of each unit, and the exception that ended the group, or None. A group of several
-            units that an exception ended has no records; a single unit has those that were final before.
+            the records of each item, and the exception that ended the group, or None. A group of several
+            items that an exception ended has no records; a single item has those that were final before.
         """
         records: list[list[Fields]] = [[] for _ in work]
         with ExitStack() as stack:
             if self.seconds is not None:
-                answers = sum(unit.answers for unit, _ in work)
+                answers = sum(item.answers for item, _ in work)
                 stack.enter_context(time_limit(self.session.model, self.seconds * answers))
             try:
                 if len(work) > 1:
@@ -209,7 +206,7 @@ class Runner:
                 else:
                     for record in self.plan.run(*work[0], self.session):
                         records[0].append(record)  # records before a failure are kept
-            except Exception as failure:  # noqa: BLE001 - it becomes the units' records
+            except Exception as failure:  # noqa: BLE001 - it becomes the items' records
                 name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
                 level = logging.INFO if len(work) > 1 else logging.WARNING
                 log.log(level, "%s: %s", name, one_line(failure))
@@ -238,22 +235,22 @@ def time_limit(model: Module, seconds: float) -> Iterator[None]:
 
 
 def _missing(
-    unit: Unit, methods: Methods, failure: Exception, records: Sequence[Fields], together: int
+    item: WorkItem, methods: Methods, failure: Exception, records: Sequence[Fields], together: int
 ) -> list[Fields]:
-    """A failed record for each of a unit that is not among `records`, after a failure in a group of so
-    many units."""
+    """A failed record for each of an item that is not among `records`, after a failure in a group of so
+    many items."""
     error = one_line(failure) + (f" (in a batch of {together})" if together > 1 else "")
     known = {(record["method"], record["example_id"]) for record in records}
     return [
         {
             "method": label,
             "example_id": record_id,
-            **unit.fields.get(record_id, {}),
+            **item.fields.get(record_id, {}),
             "status": status_of(failure),
             "error": error,
         }
         for label in methods
-        for record_id in unit.record_ids
+        for record_id in item.record_ids
         if (label, record_id) not in known
     ]
 
@@ -276,7 +273,7 @@ class JobResult:
         failed: the number of this job's records with a status other than ok.
         written: the number of records that were written now; the others were on disk before.
         records: the number of this job's records.
-        complete: whether every unit, those of other shards included, has a record of every method.
+        complete: whether every item, those of other shards included, has a record of every method.
         seconds: of this job by phase, see `kvbench.records.log`.
     """
 
@@ -289,7 +286,7 @@ class JobResult:
 
 
 def run_job(job: Job, progress: Progress | None = None, *, since: float | None = None) -> JobResult:
-    """Run the units of a job that lack records. All records of a group of units are written before the
+    """Run the items of a job that lack records. All records of a group of items are written before the
     next group starts.
 
     Args:
@@ -307,22 +304,22 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         stores = _open_stores(job, stack)
         work = _work_left(job, stores)
         progress = Progress() if progress is None else progress
-        progress.begin(work, len(job.units))
+        progress.begin(work, len(job.items))
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         begun = time.monotonic()
         seconds["load"] = begun - since
-        for of_unit in Runner(job.plan, job.session, job.batch_size).run(work):
-            for fields in of_unit:
+        for of_item in Runner(job.plan, job.session, job.batch_size).run(work):
+            for fields in of_item:
                 record, label = job.record(fields), fields["method"]
                 written += stores[label].append(record)
                 progress.add(label, record.get("score"))
-            for phase, value in _passes(of_unit).items():
+            for phase, value in _passes(of_item).items():
                 seconds[phase] += value
-            progress.unit_done()
+            progress.item_done()
         passes = sum(seconds.values()) - seconds["load"]
         seconds["score"] = max(0.0, time.monotonic() - begun - passes)
-        own_ids = record_ids(job.units)
+        own_ids = record_ids(job.items)
         failed = sum(len(store.failed & own_ids) for store in stores.values())
         records = sum(len(store.done & own_ids) for store in stores.values())
     complete = True
@@ -359,8 +356,8 @@ def _warnings_of_code(job: Job) -> Iterator[str]:
 
 
 def _passes(records: Sequence[Fields]) -> dict[str, float]:
-    """The seconds of the passes of a unit: one prefill, one compression of each method, and the decoding
-    of each answer, whose steps are divided among the rows."""
+    """The seconds of the passes of an item: one prefill, one compression of each method, and the
+    decoding of each answer, whose steps are divided among the rows."""
     prefill, compress = 0.0, dict[str, float]()
     for fields in records:
         prefill = max(prefill, fields.get("prefill_s") or 0)
@@ -378,7 +375,7 @@ def _load_model_if_needed(job: Job) -> None:
     """
     if not job.is_about_the_model:
         return
-    ids = record_ids(job.units)
+    ids = record_ids(job.items)
     lacks_records = any(ids - recorded(folder) for folder in job.folders.values())
     if job.retry_failed or job.rerun is not None or lacks_records:
         job.session.model  # noqa: B018 - the property loads the model
@@ -393,7 +390,7 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
         store = RecordStore(folder, job.lock_timeout, suffix)
         stores[label] = stack.enter_context(store)
         if job.rerun is not None:
-            store.move_away(record_ids(job.units), job.rerun)
+            store.move_away(record_ids(job.items), job.rerun)
         # In this order: a process that is killed between them leaves a manifest that asks for no more
         # than the examples beside it.
         write_examples(folder, record_ids(job.within_limit))
@@ -402,19 +399,19 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
 
 
 def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The units of the job that lack records, or have failed ones that are to be run again, each with
+    """The items of the job that lack records, or have failed ones that are to be run again, each with
     the methods for which they do."""
     done = {
         label: store.done - (store.failed if job.retry_failed else set())
         for label, store in stores.items()
     }
     work: list[Work] = []
-    for unit in job.units:
+    for item in job.items:
         methods = {
             label: job.methods[label]
             for label in stores
-            if not done[label].issuperset(unit.record_ids)
+            if not done[label].issuperset(item.record_ids)
         }
         if methods:
-            work.append((unit, methods))
+            work.append((item, methods))
     return work

@@ -224,7 +224,7 @@ def test_the_time_left_is_that_of_the_units_so_far(monkeypatch: Any) -> None:
     assert watched.left is None, "six were on disk"
     for left in (6.0, 4.0, 2.0, 0.0):
         now += 2
-        watched.unit_done()
+        watched.item_done()
         assert watched.left == left
 
 
@@ -352,10 +352,10 @@ def test_a_config_is_shown_without_secrets(tmp_path: Path) -> None:
 def test_a_bug_is_reported_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = f"GET https://me:{SECRETS['HF_TOKEN']}@hub {SECRETS['MY_PASSWORD']} failed"
 
-    def units(*_: Any) -> None:
+    def items(*_: Any) -> None:
         raise AssertionError(message)
 
-    monkeypatch.setattr(TaskPlan, "units", units)
+    monkeypatch.setattr(TaskPlan, "items", items)
     sweep = ["-m", f"model.revision={TYPED},main"]
     result = ended([*RUN, "logger=none", *sweep], folder=tmp_path)
     assert not leaks(tmp_path, result.out + result.err)

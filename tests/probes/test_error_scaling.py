@@ -43,8 +43,8 @@ def test_the_error_is_that_of_equation_2():
     """Every query and head by loops, from nothing but the definition."""
     probe = ErrorScaling(n=40, kept=(10,), queries=3, draws=1, data={"d": BoundedData(head_dim=4)})
     methods = {"uniform": (build_method("uniform"), BUDGET)}
-    (unit,) = probe.units(SESSION, methods)
-    (outcome,) = probe.run(unit, methods, SESSION)
+    (item,) = probe.items(SESSION, methods)
+    (outcome,) = probe.run(item, methods, SESSION)
     layer, queries = probe.data["d"].layer(40, 3, "d", 0)
     generator = layer_generator(0, "d/draw0/10", 0)
     compressed = methods["uniform"][0].compress(
@@ -85,10 +85,10 @@ def test_a_method_that_fails_is_a_record_and_stops_no_other():
     probe = ErrorScaling(**SMALL_PROBE, data=DATA)
     broken = build_method("balancekv", block_size=[16, 16])  # too short a list at rate 1/8
     methods = {"sound": (build_method("uniform"), BUDGET), "broken": (broken, BUDGET)}
-    (unit,) = probe.units(SESSION, methods)
-    outcomes = list(probe.run(unit, methods, SESSION))
+    (item,) = probe.items(SESSION, methods)
+    outcomes = list(probe.run(item, methods, SESSION))
     ids = sorted(outcome["example_id"] for outcome in outcomes if outcome["method"] == "sound")
-    assert ids == sorted(unit.record_ids)
+    assert ids == sorted(item.record_ids)
     status = {(o["method"], o["kept"]): o.get("status", "ok") for o in outcomes}
     assert status == {
         ("sound", 8): "ok",
@@ -103,10 +103,10 @@ def test_names_and_numbers_that_mean_nothing_are_refused():
     sized = probe._sized("wide", build_method("balancekv"), 16)
     assert sized == build_method("balancekv", block_size=8), "options grow with the memory"
     with pytest.raises(KVError, match=r"task.per_kept names 'wide'.*allowed: uniform"):
-        probe.units(SESSION, {"uniform": (build_method("uniform"), BUDGET)})
+        probe.items(SESSION, {"uniform": (build_method("uniform"), BUDGET)})
     without_blocks = {"wide": (build_method("uniform"), BUDGET)}
     with pytest.raises(KVError, match=r"per_kept.wide names 'block_size'.*allowed: .*weighted"):
-        probe.units(SESSION, without_blocks)
+        probe.items(SESSION, without_blocks)
     with pytest.raises(TaskError, match="exactly one of them"):
         ErrorScaling()
     with pytest.raises(TaskError, match=r"task.kept is \[65\]; allowed: at most task.n, 64"):

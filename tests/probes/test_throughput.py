@@ -142,7 +142,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
     plan, session = one_setting.plan, one_setting.session
     wide = {"h2o": (METHODS["h2o"], Budget(sink=40, window=40))}
     with pytest.raises(KVError, match=r"window is 80; the prompt has 60 tokens"):
-        plan.units(session, wide)
+        plan.items(session, wide)
     spec = replace(session.spec, architecture={"max_position_embeddings": 64})
     with pytest.raises(KVError, match="60 prompt and 5 new tokens are 65; model tiny has 64 posi"):
-        plan.units(replace(session, spec=spec), one_setting.methods)
+        plan.items(replace(session, spec=spec), one_setting.methods)

@@ -18,7 +18,7 @@ from kvbench.engine import memory
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
 from kvbench.run import runner as running
-from kvbench.run.plan import Fields, Plan, Unit
+from kvbench.run.plan import Fields, Plan, WorkItem
 from kvbench.run.runner import LARGEST_AUTO_GROUP, Runner, run_job
 from kvbench.tasks.base import Example
 
@@ -120,7 +120,7 @@ def test_methods_that_do_not_fit_together_run_one_by_one(
 
 
 class Counting(Plan):
-    batches_units = True
+    batches_items = True
 
     def __init__(self) -> None:
         self.groups: list[int] = []
@@ -128,15 +128,15 @@ class Counting(Plan):
     def meta(self) -> dict[str, Any]:
         return {}
 
-    def units(self, session: Any, methods: Any) -> list[Unit]:
+    def items(self, session: Any, methods: Any) -> list[WorkItem]:
         return []
 
-    def run(self, unit: Unit, methods: Any, session: Any) -> Iterator[Fields]:
-        return iter(self.run_batch([(unit, methods)], session)[0])
+    def run(self, item: WorkItem, methods: Any, session: Any) -> Iterator[Fields]:
+        return iter(self.run_batch([(item, methods)], session)[0])
 
     def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
         self.groups.append(len(work))
-        return [[{"method": "m", "example_id": unit.id, "status": "ok"}] for unit, _ in work]
+        return [[{"method": "m", "example_id": item.id, "status": "ok"}] for item, _ in work]
 
 
 def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
             return answers
 
     plan = Tight()
-    work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
+    work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
     runner = Runner(plan, make_job(tmp_path).session, 4)
     ids = [records[0]["example_id"] for records in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
@@ -167,14 +167,14 @@ def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
     monkeypatch.setattr(running, "time_limit", limited)
     session = with_session(make_job(tmp_path), example_timeout=5.0).session
     runner = Runner(Counting(), session, 1)
-    units = (Unit("a", ("a",), None), Unit("b", ("b",), None, answers=3))
-    work: Any = [(unit, {"m": None}) for unit in units]
+    items = (WorkItem("a", ("a",), None), WorkItem("b", ("b",), None, answers=3))
+    work: Any = [(item, {"m": None}) for item in items]
     list(runner.run(work))
     assert limits == [5.0, 15.0]
 
 
 SIZES: list[tuple[Any, int, int | None, list[int]]] = [
-    ("auto", 40, 8, [1, 2, 4, 8, 8, 8, 8, 1]),  # 10 + 8 * 8 fits in 85 of 100, 16 units would not
+    ("auto", 40, 8, [1, 2, 4, 8, 8, 8, 8, 1]),  # 10 + 8 * 8 fits in 85 of 100, 16 items would not
     ("auto", 200, 0, [1, 2, 4, 8, 16, 32, LARGEST_AUTO_GROUP, LARGEST_AUTO_GROUP, 9]),
     ("auto", 3, 60, [1, 1, 1]),
     ("auto", 3, None, [1, 1, 1]),  # memory cannot be measured: nothing is risked
@@ -182,22 +182,22 @@ SIZES: list[tuple[Any, int, int | None, list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "count", "per_unit", "groups"), SIZES)
+@pytest.mark.parametrize(("setting", "count", "per_item", "groups"), SIZES)
 def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     setting: Any,
     count: int,
-    per_unit: int | None,
+    per_item: int | None,
     groups: list[int],
 ) -> None:
     plan, session = Counting(), make_job(tmp_path).session
-    monkeypatch.setattr(memory, "reset_peak", lambda device: per_unit is not None)
+    monkeypatch.setattr(memory, "reset_peak", lambda device: per_item is not None)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + (per_unit or 0) * plan.groups[-1])
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + (per_item or 0) * plan.groups[-1])
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
-    work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
+    work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
     runner = Runner(plan, session, setting)
     ids = [records[0]["example_id"] for records in runner.run(work)]
-    assert ids == [unit.id for unit, _ in work]
+    assert ids == [item.id for item, _ in work]
     assert plan.groups == groups

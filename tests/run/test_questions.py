@@ -106,7 +106,7 @@ def test_the_context_is_what_limit_and_shards_count(tmp_path: Path, compress_aft
         job(tmp_path / "s", task, shard=Shard(part, 2), compress_after=compress_after)
         for part in (1, 2)
     ]
-    seen = [{unit.context for unit in part.units} for part in parts]
+    seen = [{item.context for item in part.items} for part in parts]
     assert seen[0] | seen[1] == {f"c{c}" for c in range(5)}
     assert not seen[0] & seen[1]
     assert [run_job(part).complete for part in parts] == [False, True]

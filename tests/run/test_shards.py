@@ -29,16 +29,16 @@ def shards(count: int) -> list[Shard]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_shards_are_disjoint_and_balanced(n: int, count: int) -> None:
     parts = [shard.select(range(n)) for shard in shards(count)]
-    assert sorted(unit for part in parts for unit in part) == list(range(n))
+    assert sorted(item for part in parts for item in part) == list(range(n))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert all(part == sorted(part) for part in parts)
 
 
 def test_units_that_come_round_in_a_cycle_are_spread_over_all_shards() -> None:
     for count, cycle in itertools.product((2, 3, 4, 5), range(2, 7)):
-        units = [i % cycle for i in range(60 * count * cycle)]
+        items = [i % cycle for i in range(60 * count * cycle)]
         for shard in shards(count):
-            times = Counter(shard.select(units)).values()
+            times = Counter(shard.select(items)).values()
             assert len(times) == cycle
             assert min(times) >= 30
             assert max(times) <= 90

@@ -277,7 +277,7 @@ def test_rerun_moves_records_away_and_shards_move_their_own(tmp_path: Path) -> N
     first = (folder / "records.jsonl").read_text().splitlines()
     one = make_job(tmp_path, methods, shard=Shard(1, 2), rerun="now")
     result = run_job(one)
-    own = {record_id for unit in one.units for record_id in unit.record_ids}
+    own = {record_id for item in one.items for record_id in item.record_ids}
     assert (result.written, result.complete) == (2, True)
     moved = (folder / "earlier/now/records-1of2.jsonl").read_text().splitlines()
     assert moved == [line for line in first if json.loads(line)["example_id"] in own]

@@ -103,4 +103,4 @@ def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(tmp_path
         result = run_job(small)
         assert (result.failed, result.written > 0) == (0, True), name
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
-        job("gsm8k", "compress_after=context").units  # noqa: B018
+        job("gsm8k", "compress_after=context").items  # noqa: B018
