@@ -176,7 +176,7 @@ def test_what_methods_note_goes_to_the_device_of_each_layer(monkeypatch):
 
 REFUSED_IN_THE_PASS = [
     # The second is said of transformers before 5.3, whose DiffLlama calls no registered function.
-    (t.DiffLlamaConfig, {}, "layer 0 twice in a pass|not use transformers. attention interface"),
+    (t.DiffLlamaConfig, {}, "layer 0 twice in a pass|its attention itself"),
     (t.RobertaConfig, {"is_decoder": False}, "attends both ways within its prompt"),
 ]
 
