@@ -355,9 +355,9 @@ def _say_if_whole(title: str, n: int, budgets: Sequence[Budget]) -> None:
     for budget in budgets:
         if budget.limit(n) is not None and budget.capacity(n) >= n:
             log.warning(
-                "%s has %d tokens, no more than the %d that the budget keeps (sink %d and window %d "
-                "among them): nothing of it is compressed; use a longer prompt, or smaller sink= and "
-                "window=",
+                "%s has %d tokens to compress, no more than the %d that the budget keeps (sink %d and "
+                "window %d among them): nothing of it is compressed; use a longer prompt, or smaller "
+                "sink= and window=",
                 title,
                 n,
                 budget.limit(n),

@@ -245,7 +245,9 @@ def test_a_prompt_that_nothing_compresses_is_said(
     said = [message for message in caplog.messages if "nothing of it is compressed" in message]
     assert len(said) == (whole is not None)
     if whole is not None:
-        assert said[0].startswith(f"prompt 'short' has {whole} tokens, no more than the ")
+        assert said[0].startswith(
+            f"prompt 'short' has {whole} tokens to compress, no more than the "
+        )
     caplog.clear()
     compare(tiny_model("llama"), Letters(), prompts, ["exact"], max_new_tokens=2)
     assert not caplog.messages, "no method that a budget changes"
