@@ -211,7 +211,7 @@ class Jsonl(Task):
             raise TaskError("jsonl: the data hold no question")
         for example in examples:
             text = example.context + example.question
-            hidden = [option for option in example.key.choices if option not in text]
+            hidden = [option for option in example.key.choices if option.strip() not in text]
             if example.metric in OF_LETTERS and hidden:
                 _say_hidden(hidden[0])
                 break

@@ -236,8 +236,12 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def word_f1(prediction: str, answer: str) -> float:
-    """SQuAD's F1 of the words of prediction and answer, both `normalised`."""
-    words, expected = Counter(normalised(prediction).split()), Counter(normalised(answer).split())
+    """SQuAD's F1 of the words of prediction and answer, both `normalised`; in a script without blanks
+    every letter is a word."""
+    words, expected = (
+        Counter(regex.findall(rf"{_UNSPACED}|[\S--{_UNSPACED}]+", normalised(text), regex.V1))
+        for text in (prediction, answer)
+    )
     shared = (words & expected).total()
     return 2 * shared / (words.total() + expected.total()) if shared else 0.0
 
