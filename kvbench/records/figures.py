@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -81,27 +81,14 @@ def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
     return [asdict(figure) for figure in figures]
 
 
-def task_kind(meta: Mapping[str, Any]) -> TaskKind:
-    """What the task with this ``task_meta`` measures: its ``kind``, "scores" where it names none.
-    Manifests written before that key existed name the kind among their figures."""
-    names = [meta.get("kind")]
-    names += [figure.get("kind") for figure in meta.get("figures") or ()]
-    kinds: tuple[TaskKind, ...] = get_args(TaskKind)
-    return next((kind for kind in kinds if kind in names), "scores")
-
-
 def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
     """The figures that a manifest's ``task_meta`` asks for.
 
     Raises:
         ValueError: a figure is of no kind above, lacks a key, or holds a value of a wrong type.
     """
-    task_kinds = get_args(TaskKind)  # in older manifests, see `task_kind`
-    figures = [
-        figure for figure in meta.get("figures") or () if figure.get("kind") not in task_kinds
-    ]
     try:
-        return _FIGURES.validate_python(figures)
+        return _FIGURES.validate_python(meta.get("figures") or ())
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.errors import first_line, printable
-from kvbench.records.figures import Figure, TaskKind, figures_in, task_kind
+from kvbench.records.figures import Figure, TaskKind, figures_in
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.labels import natural_order, short_name
 from kvbench.report.variants import (
@@ -70,7 +70,9 @@ class TaskMeta:
             options = (manifest.get("config") or {}).get("task")
             options = options if isinstance(options, Mapping) else {}
             known["metric"] = str(options.get("primary") or options.get("metric") or "")
-        return TaskMeta(**known | {"kind": task_kind(meta), "figures": figures_in(meta)})
+        return TaskMeta(
+            **known | {"kind": meta.get("kind") or "scores", "figures": figures_in(meta)}
+        )
 
     def figure(self, kind: type[F]) -> F | None:
         return next((figure for figure in self.figures if isinstance(figure, kind)), None)

@@ -418,16 +418,9 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
     assert (row["runs"], row["failed"]) == ("7", "2 oom")
 
 
-OLD_KIND = {"figures": [{"kind": "fidelity"}]}
-"""How manifests named the kind of a task before it had a key of its own."""
-
-
-@pytest.mark.parametrize("kind", [{"kind": "fidelity"}, OLD_KIND], ids=["kind", "old"])
-def test_distances_from_the_exact_model_are_averaged_over_prompts(
-    tmp_path: Path, kind: dict[str, Any]
-) -> None:
+def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path) -> None:
     meta = LINES_META | {"score_unit": "KL in nats", "lower_is_better": True, "unit": "prompt"}
-    meta |= {"breakdown": ["rate"], **kind}
+    meta |= {"breakdown": ["rate"], "kind": "fidelity"}
     records = [
         {
             "example_id": f"p{p}/{rate}",
