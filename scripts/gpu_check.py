@@ -60,11 +60,11 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row
 from kvbench.engine.steps import FIRST_STEPS, Steps
 from kvbench.errors import UserError, one_line
-from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import weighted_decode_attention
+from kvbench.kernels.row_pointers import pointers_of
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 from kvbench.probes.throughput import largest_batch
@@ -362,7 +362,7 @@ def cases(n: int, rows: int, on: torch.device) -> Iterator[Case]:
         0.15,
     )
     held = n // 4
-    table = addresses_of(*([normal(heads, held, dim) for _ in range(rows)] for _ in range(2)))
+    table = pointers_of(*([normal(heads, held, dim) for _ in range(rows)] for _ in range(2)))
     query = normal(rows, 4 * heads, dim)
     lengths = torch.full((rows,), held, dtype=torch.int32).to(on)
     for mass in (False, True):

@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall, grown_range, signed_mean
-from kvbench.engine.hooks import GROW, Evict, Hook, Restrict
-from kvbench.kernels.addresses import Addresses, Eviction, addresses_of
 from kvbench.kernels.decode_attention import products
 from kvbench.kernels.quantize import Codec, Scheme
+from kvbench.kernels.row_pointers import Eviction
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
-from kvbench.kv import CompressedKV, KVError, weighted_entries
+from kvbench.kv import CompressedKV, weighted_entries
 from kvbench.methods.base import Held
 
 GROWTH = 256
@@ -34,6 +33,43 @@ FEW_QUERIES = 8
 NUMBERS = ("positions", "log_weights", "scores", "denominators")
 """The buffers that hold one number per entry. They begin with the first entry, also where keys and
 values of the first entries are packed and not in buffers."""
+
+
+class Hook:
+    """What a method does with the entries of a cache while decoding; here nothing."""
+
+    by_kernel = True
+    """Whether steps of one token can go through `kvbench.kernels.decode_attention`."""
+    one_by_one = False
+    """Whether new tokens are added one at a time, since the entries may change after each."""
+    rule: Eviction | None = None
+    """The rule by which the kernels evict."""
+    granted: int | None = None
+    """The entries per head beyond which one leaves for every token; None where the cache grows."""
+    keeps_scores = False
+    """Whether `CompressedKV.scores` are stored, since the method reads them again."""
+    nbytes = 0
+    """The bytes that the method needs beside the entries."""
+
+    def check(self, kept: CompressedKV) -> None:
+        """Refuse entries that the method cannot act on.
+
+        Raises:
+            KVError: what they lack.
+        """
+
+    def hide(self, cache: Cache, logits: Tensor) -> None:
+        """Set logits [kv_heads, queries, n] to -inf in place where a query does not see an entry."""
+
+    def after_token(self, cache: Cache, call: LayerCall, weights: Tensor) -> None:
+        """Act after a token has attended with the softmax weights [kv_heads, group, 1, n]."""
+
+    def clone(self) -> Hook:
+        """The hook of a copy of the cache."""
+        return self
+
+
+GROW = Hook()
 
 
 class Packed(NamedTuple):
@@ -63,7 +99,6 @@ class Cache:
         room: how many tokens will be added, 0 if the caller does not know.
         capacity: the entries per head that the method may hold after prefill.
         window: the length of the layer's sliding window in tokens; None for full attention.
-        keeps_scores: whether `CompressedKV.scores` are stored, for a method that reads them again.
 
     Attributes:
         length: the entries of each head.
@@ -91,13 +126,8 @@ class Cache:
         window: int | None = None,
         packed: Packed | None = None,
         hook: Hook = GROW,
-        keeps_scores: bool = False,
     ) -> None:
-        if isinstance(hook, Evict) and kept.keys_only:
-            raise KVError(
-                f"{type(hook.method).__name__} evicts and holds {kept.keys_only} entries without a "
-                "value; allowed: one or the other"
-            )
+        hook.check(kept)
         self.capacity, self.window, self.hook, self.packed = capacity, window, hook, packed
         self.length = kept.keys.shape[2]
         self.keys_only = kept.keys_only
@@ -106,7 +136,7 @@ class Cache:
             "values": kept.values[:, :, self.first_value - kept.keys_only :],
             "positions": kept.positions,
             "log_weights": kept.log_weights,
-            "scores": kept.scores if keeps_scores else None,
+            "scores": kept.scores if hook.keeps_scores else None,
             "denominators": kept.denominators,
         }
         for name, tensor in tensors.items():
@@ -439,30 +469,7 @@ def cache_of(
     packed = None
     if scheme is not None:
         packed = Packed(*scheme.codecs(kept.keys[0], kept.values[0], layer=layer, seed=seed))
-    keeps_scores = isinstance(hook, Evict | Restrict)
-    return Cache(kept, room, capacity=capacity, packed=packed, hook=hook, keeps_scores=keeps_scores)
-
-
-def addresses_in(caches: Sequence[Cache], places: Sequence[int]) -> Addresses:
-    """Where the kernels find the entries of these caches, each of which `steps_by_kernel`; `places`: see
-    `Addresses`.
-
-    The kernels' grids are as large as the longest cache, rounded up to a power of two, so that a
-    captured step can be replayed for caches of about the same length.
-    """
-    longest = max(cache.keys.shape[1] for cache in caches)
-    evicting = caches[0].rule is not None
-    return addresses_of(
-        [cache.keys for cache in caches],
-        [cache.values for cache in caches],
-        [cache.log_weights for cache in caches],
-        longest=1 << (longest - 1).bit_length() if longest else 0,
-        rules=[cache.rule for cache in caches if cache.rule] if evicting else (),
-        limits=[cache.limit or 0 for cache in caches] if evicting else (),
-        scores=[cache.scores for cache in caches] if evicting else (),
-        positions=[cache.positions for cache in caches] if evicting else (),
-        places=places if evicting else (),
-    )
+    return Cache(kept, room, capacity=capacity, packed=packed, hook=hook)
 
 
 def _with_room(tensor: Tensor, room: int) -> Tensor:

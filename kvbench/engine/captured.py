@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvbench.engine.architecture import head_shapes
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import Cache, addresses_in
+from kvbench.engine.cache import Cache
 from kvbench.engine.decode import Feed, draws_of, fail_late, pick, take
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import forward
@@ -30,10 +30,10 @@ from kvbench.engine.rotary import table_key
 from kvbench.engine.row import Row
 from kvbench.engine.steps import FIRST_STEPS, Steps
 from kvbench.kernels._choice import VARIABLE
-from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.decode_attention import append_entries, takes, weighted_decode_attention
 from kvbench.kernels.eviction import evict_entries
 from kvbench.kernels.philox import to_device
+from kvbench.kernels.row_pointers import RowPointers, pointers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class Together:
     Attributes:
         places: the places of the rows in the batch.
         caches: those of all rows, those of a row one after the other. The kernels treat each as a row.
-        addresses: where the entries of each cache lie.
+        pointers: where the entries of each cache lie.
         index: `places` as a tensor on the device; None where they are the whole batch.
         slots: the places of the caches in the device's `Counts`.
         kind: what they have in common (`_kind`).
@@ -57,7 +57,7 @@ class Together:
 
     places: list[int]
     caches: list[Cache]
-    addresses: Addresses
+    pointers: RowPointers
     index: Tensor | None
     slots: slice
     kind: Hashable
@@ -65,8 +65,8 @@ class Together:
     @property
     def key(self) -> Hashable:
         """Everything about these rows that is constant in a captured step."""
-        addresses = self.addresses
-        launches = (addresses.longest, addresses.chunk, addresses.aligned)
+        pointers = self.pointers
+        launches = (pointers.longest, pointers.chunk, pointers.aligned)
         return (tuple(self.places), self.kind, *launches)
 
     @property
@@ -176,10 +176,10 @@ class KernelBatch(Feed):
         on_device = caches_on.setdefault(device, [])
         slots = slice(len(on_device), len(on_device) + len(caches))
         on_device += caches
-        addresses = addresses_in(caches, places)
+        pointers = pointers_in(caches, places)
         is_whole = len(places) == len(self.rows)
         index = None if is_whole else torch.tensor(places, device=device)
-        return Together(places, caches, addresses, index, slots, kind)
+        return Together(places, caches, pointers, index, slots, kind)
 
     @property
     def key(self) -> Hashable:
@@ -196,7 +196,7 @@ class KernelBatch(Feed):
         for counts in self._counts.values():
             tensors += vars(counts).values()
         for group in self._groups():
-            tensors += [group.index, group.addresses.pointers]
+            tensors += [group.index, group.pointers.pointers]
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     def _groups(self, place: int | None = None) -> list[Together]:
@@ -222,8 +222,8 @@ class KernelBatch(Feed):
         """Add the new tokens of a group's rows to their caches, attend, and evict by the rules:
         [rows, heads, 1, value_dim]. `call` has the rows of the group alone."""
         query, key, value = call.query[:, :, 0], call.key[:, :, 0], call.value[:, :, 0]
-        addresses, per_row, rows = group.addresses, group.per_row, len(group.caches)
-        repeats = addresses.kv_heads * per_row // key.shape[1]
+        pointers, per_row, rows = group.pointers, group.per_row, len(group.caches)
+        repeats = pointers.kv_heads * per_row // key.shape[1]
         if repeats > 1:  # the methods have repeated keys to query heads
             key = key.repeat_interleave(repeats, dim=1)
             value = value.repeat_interleave(repeats, dim=1)
@@ -231,23 +231,23 @@ class KernelBatch(Feed):
             query, key, value = (
                 part.reshape(rows, -1, part.shape[2]) for part in (query, key, value)
             )
-        counts = self._counts[addresses.keys[0].device]
+        counts = self._counts[pointers.keys[0].device]
         before = counts.entries[group.slots]
-        append_entries(addresses, before, key, value)
+        append_entries(pointers, before, key, value)
         sinks = call.sinks
         if sinks is not None:
             sinks = sinks.view(per_row, -1).repeat(len(group.places), 1)
         output, mass = weighted_decode_attention(
             query,
-            addresses,
+            pointers,
             counts.with_new[group.slots],
             scaling=call.scaling,
             softcap=call.softcap,
             sinks=sinks,
-            return_mass=addresses.weighs,
+            return_mass=pointers.weighs,
         )
-        if addresses.rules:
-            evict_entries(addresses, before, mass, counts.positions, counts.going)
+        if pointers.rules:
+            evict_entries(pointers, before, mass, counts.positions, counts.going)
         return output.reshape(len(group.places), call.query.shape[1], 1, -1)
 
     def move_on(self) -> None:
@@ -260,24 +260,24 @@ class KernelBatch(Feed):
         """Stop a row that has ended but stays in the batch. Its position and its number of entries no
         longer change. Later steps write its token to the same free place of the buffers every time, and
         their output is not used."""
-        self._settle_row(place)
+        self._write_back_row(place)
         self._ended.add(place)
         for counts in self._counts.values():
             counts.going[place] = 0
         for group in self._groups(place):
-            growing = self._counts[group.addresses.keys[0].device].growing
+            growing = self._counts[group.pointers.keys[0].device].growing
             growing[group.slots][group.slots_of(place)] = 0
 
-    def _settle_row(self, place: int) -> None:
+    def _write_back_row(self, place: int) -> None:
         for group in self._groups(place) if place not in self._ended else ():
             for cache in group.caches[group.slots_of(place)]:
                 cache.count_steps(self.taken)
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """End these steps: update the number of entries in every cache, which the steps counted on the
         device alone."""
         for place in range(len(self.rows)):
-            self._settle_row(place)
+            self._write_back_row(place)
         self.taken = 0
 
 
@@ -286,6 +286,28 @@ def _kind(caches: Sequence[Cache]) -> Hashable:
     keys, values, rule = caches[0].keys, caches[0].values, caches[0].rule
     by_age = None if rule is None else rule.leaves == "oldest"
     return len(caches), keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, by_age
+
+
+def pointers_in(caches: Sequence[Cache], places: Sequence[int]) -> RowPointers:
+    """Where the kernels find the entries of these caches, each of which `steps_by_kernel`; `places`: see
+    `RowPointers`.
+
+    The kernels' grids are as large as the longest cache, rounded up to a power of two, so that a
+    captured step can be replayed for caches of about the same length.
+    """
+    longest = max(cache.keys.shape[1] for cache in caches)
+    evicting = caches[0].rule is not None
+    return pointers_of(
+        [cache.keys for cache in caches],
+        [cache.values for cache in caches],
+        [cache.log_weights for cache in caches],
+        longest=1 << (longest - 1).bit_length() if longest else 0,
+        rules=[cache.rule for cache in caches if cache.rule] if evicting else (),
+        limits=[cache.limit or 0 for cache in caches] if evicting else (),
+        scores=[cache.scores for cache in caches] if evicting else (),
+        positions=[cache.positions for cache in caches] if evicting else (),
+        places=places if evicting else (),
+    )
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -331,7 +353,7 @@ def _decode_batch(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> 
         running = [row for row in rows if row.running]
         if batch is None or batch.should_shrink(running):
             if batch is not None:
-                batch.table.settle()
+                batch.table.write_back()
             if not running:
                 return
             rows = running

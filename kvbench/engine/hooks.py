@@ -5,58 +5,34 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvbench.engine import check
 from kvbench.engine.attention import LayerCall
-from kvbench.kernels.addresses import Eviction
-from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV
+from kvbench.engine.cache import GROW, Cache, Hook
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method, Schedule, rule_of
-
-if TYPE_CHECKING:
-    from kvbench.engine.cache import Cache
-
-
-class Hook:
-    """What a method does with the entries of a cache while decoding; here nothing."""
-
-    by_kernel = True
-    """Whether steps of one token can go through `kvbench.kernels.decode_attention`."""
-    one_by_one = False
-    """Whether new tokens are added one at a time, since the entries may change after each."""
-    rule: Eviction | None = None
-    """The rule by which the kernels evict."""
-    granted: int | None = None
-    """The entries per head beyond which one leaves for every token; None where the cache grows."""
-    nbytes = 0
-    """The bytes that the method needs beside the entries."""
-
-    def hide(self, cache: Cache, logits: Tensor) -> None:
-        """Set logits [kv_heads, queries, n] to -inf in place where a query does not see an entry."""
-
-    def after_token(self, cache: Cache, call: LayerCall, weights: Tensor) -> None:
-        """Act after a token has attended with the softmax weights [kv_heads, group, 1, n]."""
-
-    def clone(self) -> Hook:
-        """The hook of a copy of the cache."""
-        return self
-
-
-GROW = Hook()
 
 
 class Evict(Hook):
     """An entry of every head leaves for every token, once a head has more than `granted`."""
 
     one_by_one = True
+    keeps_scores = True
 
     def __init__(self, method: Method, granted: int, sink: int) -> None:
         self.method, self.granted, self.sink = method, granted, sink
         self.rule = rule_of(method, granted, sink)
         self.by_kernel = self.rule is not None
+
+    def check(self, kept: CompressedKV) -> None:
+        if kept.keys_only:
+            raise KVError(
+                f"{type(self.method).__name__} evicts and holds {kept.keys_only} entries without a "
+                "value; allowed: one or the other"
+            )
 
     def after_token(self, cache: Cache, call: LayerCall, weights: Tensor) -> None:
         assert self.granted is not None
@@ -74,6 +50,7 @@ class Restrict(Hook):
     """The method chooses the entries that each query sees, `seen` of them by the budget."""
 
     by_kernel = False
+    keeps_scores = True
 
     def __init__(self, method: Method, seen: int, sink: int) -> None:
         self.method, self.seen, self.sink = method, seen, sink

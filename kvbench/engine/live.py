@@ -351,7 +351,7 @@ class Compression:
         prefill = self._prefill
         self._prefill = None
         for place, (row, own) in enumerate(zip(cache.rows, prefill.prefills, strict=True)):
-            own.settle()
+            own.finish_audit()
             if row.failure is not None:
                 raise row.failure
             own.end(count - prefill.padding[place], row_of(states_in(cache), place))
@@ -382,7 +382,7 @@ class Compression:
         self._prefill = None
         if cache is None:
             return
-        cache.settle()
+        cache.write_back()
         cache.open = False
         if prefill_failed or not audit:
             return

@@ -63,7 +63,7 @@ class LiveCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy. If the model is copied together with it, it is the cache of that copy."""
-        self.settle()
+        self.write_back()
         rows = [row.clone() for row in self.rows]
         model = memo.get(id(self.model), self.model)
         return LiveCache(model, rows, self.costs, self.seen)
@@ -106,7 +106,7 @@ class LiveCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue from row ``beam_idx[i]``, for beam search. Where several rows continue from
         one, all but the first get a copy."""
-        self.settle()
+        self.write_back()
         sources = beam_idx.tolist()
         self.rows = [
             self.rows[source].clone() if source in sources[:place] else self.rows[source]
@@ -136,7 +136,7 @@ class LiveCache(Cache):
         taken = self.rows[0].fed % GROWTH
         if count == 1 and taken and self.table is not None:
             return self.table
-        self.settle()
+        self.write_back()
         device = input_device(self.model)
         if count > 1 or not captured.uses_kernels(device):
             first = torch.tensor([row.tokens for row in self.rows])
@@ -145,9 +145,9 @@ class LiveCache(Cache):
         self.table = KernelBatch(self.model, self.rows, room, device)
         return self.table
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """End a run of steps of one token, if there is one: update the number of entries in the caches
-        (`KernelBatch.settle`)."""
+        (`KernelBatch.write_back`)."""
         if self.table is not None:
-            self.table.settle()
+            self.table.write_back()
         self.table = None

@@ -190,7 +190,7 @@ class Prefill(Pass):
                 row.compress(layer, kv, self.on_compress)
         self.clocks.append(clock.stop())
 
-    def settle(self) -> float:
+    def finish_audit(self) -> float:
         """Wait for the GPU, and read what it has counted: check that keys and values are finite, audit
         the entries of each row, and read the clocks.
 
@@ -202,7 +202,7 @@ class Prefill(Pass):
         """
         check.refuse_non_finite(self.non_finite)
         for row in self.rows:
-            row.settle()
+            row.finish_audit()
         return sum(clock.seconds for clock in self.clocks)
 
     def end(self, n: int, states: dict[int, State]) -> None:
@@ -357,7 +357,7 @@ def prefill(
             continue  # the row that wrote has failed; the others start anew
         break
     synchronize(device)
-    seconds = time.perf_counter() - start - state.settle()
+    seconds = time.perf_counter() - start - state.finish_audit()
     state.end(n, state.states)
     for row in rows:
         row.prefill_s = seconds

@@ -18,10 +18,10 @@ from torch import Tensor
 from kvbench.engine import check
 from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Stopping
 from kvbench.engine.attention import LayerCall, UnsupportedModel
-from kvbench.engine.cache import Cache, cache_of
+from kvbench.engine.cache import GROW, Cache, Hook, cache_of
 from kvbench.engine.cost import Cost, ExactBytes
 from kvbench.engine.device import release_frames
-from kvbench.engine.hooks import GROW, Hook, PeriodicCompression, hook_of
+from kvbench.engine.hooks import PeriodicCompression, hook_of
 from kvbench.engine.states import State, clone_of, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import WHOLE, Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
@@ -67,7 +67,7 @@ class Row:
             for each KV head where heads hold different numbers of entries.
         states: the state of each layer that holds one in place of keys, by the layer's index.
         entries: for each layer that the method compresses, [kv_heads] int64, the entries that each head
-            holds of the prompt. Counts made on a GPU stay there until `settle`.
+            holds of the prompt. Counts made on a GPU stay there until `finish_audit`.
         shapes: the sizes of these layers' caches after the prompt, by the layer's index.
         carried: the tensors that the method stored at earlier layers of this prompt.
         compressed: whether the method compresses this prompt.
@@ -181,7 +181,7 @@ class Row:
     def _hold(
         self, layer: int, kept: CompressedKV, capacity: int, limit: int | None, prompt: LayerKV
     ) -> None:
-        """Make the caches of a layer, and audit them; a GPU's counts at `settle`.
+        """Make the caches of a layer, and audit them; a GPU's counts at `finish_audit`.
 
         Args:
             capacity: the entries per head that the method may keep.
@@ -246,7 +246,7 @@ class Row:
         if charged > capacity + 1:
             raise BudgetExceeded(self.label, layer, capacity, charged)
 
-    def settle(self) -> None:
+    def finish_audit(self) -> None:
         """Audit the layers whose entries a GPU has counted, waiting for it once, and read the clocks.
         Say so where a head of the first layer holds a position of the prompt twice."""
         on_device = [layer for layer, counts in self.entries.items() if counts.is_cuda]

@@ -47,7 +47,7 @@ stages in flight are far more than latency x bandwidth of a multiprocessor (abou
 @triton.jit(do_not_specialize=["lengths", "chunk", "splits", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
-    table,  # [rows, TABLE_COLUMNS] int64, `Addresses.pointers`
+    table,  # [rows, TABLE_COLUMNS] int64, `RowPointers.pointers`
     lengths,  # [rows], entries of each
     partial_out,  # [rows, heads, splits, VALUE_DIM] float32, out
     partial_max,  # [rows, heads, splits] float32, out
@@ -264,7 +264,7 @@ def split_options(
     dim: int, value_dim: int, group: int, itemsize: int, aligned: bool
 ) -> dict[str, int | bool | str]:
     """Choose the compile-time constants of `split_kernel` for entries whose numbers have `itemsize`
-    bytes; `aligned` is `Addresses.aligned`."""
+    bytes; `aligned` is `RowPointers.aligned`."""
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     members = max(16, triton.next_power_of_2(group))  # the matrix units multiply 16 rows at least
     block = min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e))))
@@ -308,7 +308,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """`decode_attention.weighted_decode_attention` on CUDA: two launches, and one more for the attention
     of the entries. The host reads nothing back. The query has the dtype of the entries; `pointers`,
-    `longest`, `chunk` and `aligned` are those of one `Addresses`."""
+    `longest`, `chunk` and `aligned` are those of one `RowPointers`."""
     rows, heads, dim = query.shape
     group = heads // kv_heads
     query = query.contiguous()

@@ -58,7 +58,7 @@ def _ordered(score):
 
 @triton.jit(do_not_specialize=["lengths", "longest", "pieces"])
 def evict_kernel(
-    table,  # [rows, TABLE_COLUMNS] int64, `Addresses.pointers`; what it points at is changed
+    table,  # [rows, TABLE_COLUMNS] int64, `RowPointers.pointers`; what it points at is changed
     lengths,  # [rows], before the new entry
     mass,  # [rows, kv_heads, longest] float32, the attention that entries received, if BY_SCORE
     positions,  # int64, of the tokens fed to all rows of the batch
@@ -144,7 +144,7 @@ def evict(
     longest: int,
 ) -> None:
     """`eviction.evict_entries` on CUDA: two launches. `pointers` and `longest` are those of one
-    `Addresses`, `keys` and `values` those of any of its rows."""
+    `RowPointers`, `keys` and `values` those of any of its rows."""
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]
     programs = pointers.shape[0] * kv_heads

@@ -1,4 +1,4 @@
-"""How Triton kernels read a row's line of `Addresses.pointers`, as functions that are compiled into
+"""How Triton kernels read a row's line of `RowPointers.pointers`, as functions that are compiled into
 each of them."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvbench.kernels.addresses import COLUMNS
+from kvbench.kernels.row_pointers import COLUMNS
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
 KEYS = tl.constexpr(COLUMNS.index("keys"))

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
-from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.quantize import CACHED
+from kvbench.kernels.row_pointers import RowPointers
 
 
 def weighted_decode_attention(
     query: Tensor,
-    table: Addresses,
+    table: RowPointers,
     lengths: Tensor | Sequence[int],
     *,
     scaling: float,
@@ -121,7 +121,7 @@ def products(query: Tensor, key: Tensor) -> Tensor:
 
 
 def append_entries(
-    table: Addresses,
+    table: RowPointers,
     lengths: Tensor | Sequence[int],
     key: Tensor,
     value: Tensor,

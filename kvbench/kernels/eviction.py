@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
-from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.decode_attention import on_device
+from kvbench.kernels.row_pointers import RowPointers
 
 
 def evict_entries(
-    table: Addresses,
+    table: RowPointers,
     lengths: Tensor | Sequence[int],
     mass: Tensor | None,
     positions: Tensor,
@@ -29,7 +29,7 @@ def evict_entries(
         mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None
             where rules go by age.
         positions: [batch] int64, the position of the token fed to each row of the whole batch
-            (`Addresses.places`).
+            (`RowPointers.places`).
         going: [batch] int64, 0 for rows of the whole batch that have ended, which are not changed.
     """
     use_triton("evict_entries", "triton", table.keys[0], table.values[0])  # raises where it cannot

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvbench.errors import check_known
 from kvbench.errors.options import check_options
-from kvbench.kernels.addresses import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
+from kvbench.kernels.row_pointers import Eviction
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._hooks import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Fraction
-from kvbench.kernels.addresses import Eviction
+from kvbench.kernels.row_pointers import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
 from kvbench.methods.base import TokenScoringMethod

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count, NonNegative, Text
-from kvbench.kernels.addresses import Eviction
+from kvbench.kernels.row_pointers import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._least_squares import bounded_least_squares, least_squares
 from kvbench.methods._matching import Block, Solution

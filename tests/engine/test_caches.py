@@ -16,14 +16,15 @@ from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.cache import Cache, addresses_in, cache_of
+from kvbench.engine.cache import Cache, cache_of
+from kvbench.engine.captured import pointers_in
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.kept import entries_of
 from kvbench.engine.row import Row
-from kvbench.kernels.addresses import addresses_of
 from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
+from kvbench.kernels.row_pointers import pointers_of
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -158,7 +159,7 @@ def test_a_step_attends_to_what_packed_numbers_stand_for(scheme, n):
     outputs = [step(cache.clone(), q, k, v, torch.tensor([n]), 0.25)[:, 0]]
     assert cache.steps_by_kernel == (scheme is None)
     if scheme is None:
-        table = addresses_in([cache], [0])
+        table = pointers_in([cache], [0])
         append_entries(table, [n], k[None, :, 0], v[None, :, 0])
         out, _ = weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=0.25)
         outputs.append(out[0])
@@ -373,7 +374,7 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     near = dict.fromkeys(("rtol", "atol"), 4e-3 if dtype == torch.bfloat16 else 5e-4)
     output = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
     if scheme is None:
-        table = addresses_of([keys], [values])
+        table = pointers_of([keys], [values])
         output += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
         blocks = exact_attention(q[None], keys[None], values[None], scaling=scaling, softcap=1e6)
         output = [output[0], output[1][:, None], blocks[0]]

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import captured
-from kvbench.kernels.addresses import Addresses
 from kvbench.kernels.decode_attention import (
     append_entries,
     products,
     weighted_decode_attention,
 )
 from kvbench.kernels.eviction import evict_entries
+from kvbench.kernels.row_pointers import RowPointers
 from kvbench.kernels.sinks import softmax
 from kvbench.kernels.softcap import capped
 
 
 def attention(
     query: Tensor,
-    table: Addresses,
+    table: RowPointers,
     lengths: Tensor | Sequence[int],
     *,
     scaling: float,
@@ -64,7 +64,7 @@ def attention(
     return out.view(rows, heads, -1), mass
 
 
-def append(table: Addresses, lengths: Tensor | Sequence[int], key: Tensor, value: Tensor) -> None:
+def append(table: RowPointers, lengths: Tensor | Sequence[int], key: Tensor, value: Tensor) -> None:
     """`append_entries`."""
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):
@@ -81,7 +81,7 @@ def append(table: Addresses, lengths: Tensor | Sequence[int], key: Tensor, value
 
 
 def evict(
-    table: Addresses,
+    table: RowPointers,
     lengths: Tensor | Sequence[int],
     mass: Tensor | None,
     positions: Tensor,
@@ -97,7 +97,7 @@ def evict(
 
 
 def _evict(
-    table: Addresses,
+    table: RowPointers,
     row: int,
     new: int,
     mass: Tensor | None,

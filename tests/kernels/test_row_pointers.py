@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.kernels import addresses as table_module
-from kvbench.kernels.addresses import addresses_of
+from kvbench.kernels import row_pointers as table_module
+from kvbench.kernels.row_pointers import pointers_of
 
 KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
@@ -23,7 +23,7 @@ def test_a_chunk_is_the_entries_of_a_program_rounded_up_to_a_power_of_two(
 ) -> None:
     monkeypatch.setattr(table_module, "multiprocessors", lambda device: 4)  # 16 programs
     keys = torch.zeros(1, 1, 1).expand(2, entries, 1)
-    assert addresses_of([keys], [keys]).chunk == chunk
+    assert pointers_of([keys], [keys]).chunk == chunk
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_chunk_is_the_entries_of_a_program_rounded_up_to_a_power_of_two(
     ids=["aligned", "stride", "address"],
 )
 def test_entries_are_aligned_at_16_bytes(keys: torch.Tensor, aligned: bool) -> None:
-    assert addresses_of([keys], [keys]).aligned is aligned
+    assert pointers_of([keys], [keys]).aligned is aligned
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_rows_that_do_not_fit_a_table_are_refused(
     keys: list[torch.Tensor], values: list[torch.Tensor], log_weights: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        addresses_of(keys, values, log_weights)
+        pointers_of(keys, values, log_weights)

@@ -35,7 +35,7 @@ COLUMNS = (
     "heaviest_leaves",
     "place",
 )
-"""What the columns of `Addresses.pointers` have for a row: the addresses of its three buffers (that of
+"""What the columns of `RowPointers.pointers` have for a row: the addresses of its three buffers (that of
 the log-weights is 0 where all are zero); the strides of each over heads and over entries, in elements;
 and how many entries there is room for (`reserved`). Where rows evict, also: the addresses of scores (0
 where it has none) and positions, the stride of both over heads, the row's limit, the fields of its
@@ -78,8 +78,8 @@ class Eviction:
 
 
 @dataclass(frozen=True)
-class Addresses:
-    """Where the entries of each row lie (`addresses_of` makes it once; every step reads it).
+class RowPointers:
+    """Where the entries of each row lie (`pointers_of` makes it once; every step reads it).
 
     The rows of a decode step are prompts and methods with different numbers of entries. A padded batch
     tensor would read and store padding; one pool for all rows would have to be moved when a row joins,
@@ -176,7 +176,7 @@ class Addresses:
         return to_device(torch.tensor(table, dtype=torch.int64), self.keys[0].device)
 
 
-def addresses_of(
+def pointers_of(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     log_weights: Sequence[Tensor | None] | None = None,
@@ -187,8 +187,8 @@ def addresses_of(
     scores: Sequence[Tensor | None] = (),
     positions: Sequence[Tensor] = (),
     places: Sequence[int] = (),
-) -> Addresses:
-    """Make the table of these rows, as described in `Addresses`. It refers to their buffers and copies
+) -> RowPointers:
+    """Make the table of these rows, as described in `RowPointers`. It refers to their buffers and copies
     nothing.
 
     A new table is needed when a row joins or leaves, or when a buffer is replaced by a larger one, but
@@ -226,7 +226,7 @@ def addresses_of(
             )
     if len({rule.leaves == "oldest" for rule in rules}) > 1:
         raise ValueError(f"rules are {list(rules)}; allowed: all by age, or all by attention")
-    table = Addresses(
+    table = RowPointers(
         tuple(keys),
         tuple(values),
         weights,
