@@ -66,7 +66,8 @@ TextOrChat = str | Sequence[Mapping[str, str]]
 def load_model(
     path: str, *, device: str = "auto", dtype: str = "auto", **options: Any
 ) -> tuple[Any, Any]:
-    """Load a causal model and its tokenizer as the command line does.
+    """Load a causal model and its tokenizer as the command line does. The model is transformers' own:
+    outside `compress`, `compare` and the others it generates as such.
 
     Args:
         path: a name of ``kvbench list models``, a folder, an id of the Hub, ``asset:recall_mini`` (ships

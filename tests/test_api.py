@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvbench import compare, compress, kept, load_model
 from kvbench.engine.context import Context, token_ids
 from kvbench.engine.model_spec import local_path
 from kvbench.errors import UserError
-from kvbench.kv import Budget
+from kvbench.kv import Budget, CompressedKV
 from kvbench.methods import build_method
 
 
@@ -187,6 +188,12 @@ class Bang(t.StoppingCriteria):
         raise KeyboardInterrupt
 
 
+@dataclass(frozen=True, kw_only=True)
+class Interrupted(Everything):
+    def compress(self, *_: Any) -> CompressedKV:
+        raise KeyboardInterrupt
+
+
 def test_load_models_model_generates_as_transformers_own_before_and_after_everything() -> None:
     model, tokenizer = load_model("recall_mini")
     own = AutoModelForCausalLM.from_pretrained(local_path("asset:recall_mini")).eval()
@@ -217,6 +224,13 @@ def test_load_models_model_generates_as_transformers_own_before_and_after_everyt
     with pytest.raises(KeyboardInterrupt), compress(model, "snapkv"):
         model.generate(**inputs, stopping_criteria=[Bang()])
     check("after Ctrl-C")
+    for interrupted in (
+        lambda: compare(model, tokenizer, prompt, {"m": Interrupted()}),
+        lambda: Context(model, Interrupted(), Budget(), prompt, tokenizer),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        check("after Ctrl-C while a method compresses")
     failed = compare(model, tokenizer, prompt, {"broken": Broken(), "exact": "exact"}, **SMALL)
     assert "out of memory" in failed.loc["broken", "error"]
     check("after a method that failed")

@@ -106,7 +106,15 @@ def test_exact_rolls_and_generates_as_hflm(folder):
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(
         theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
     )
-    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    plain = theirs.generate_until(asked, disable_tqdm=True)
+    assert ours.generate_until(asked) == plain
+    for lm in (ours, theirs):  # the model's own, and what a task asks for
+        lm.model.generation_config.repetition_penalty = 1.3
+    for asks in ({}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 2.0}):
+        for request in asked:
+            request.arguments[1].update(asks)
+        penalised = theirs.generate_until(asked, disable_tqdm=True)
+        assert ours.generate_until(asked) == penalised != plain
     first = KVBenchLM(folder, method="snapkv", device="cpu", compress_after="prompt", batch_size=3)
     assert len(first.generate_until(asked)) == 3
     with pytest.raises(UserError, match="a likelihood is asked of the compressed one"):
@@ -231,6 +239,9 @@ def test_options_of_a_method_and_what_no_request_may_be(saved):
         lm.set_cache_hook(None)
     with pytest.raises(UserError, match="would compress nothing"):
         lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (LONG,), 0)])
+    beams = Instance("generate_until", {}, ("a", {"num_beams": 3}), 0)
+    with pytest.raises(UserError, match=r"generation kwargs ask for beams .*; allowed: greedy"):
+        lm.generate_until([beams])
     sampling = Instance("generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0}), 0)
     with pytest.raises(UserError, match="greedy"):
         lm.generate_until([sampling])

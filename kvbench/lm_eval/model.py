@@ -13,13 +13,14 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from transformers import GenerationConfig
 
 from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, converse, read
 from kvbench.engine.prefill import Reading
-from kvbench.engine.processors import acting_options
+from kvbench.engine.processors import NEUTRAL, acting_options
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
 from kvbench.errors import UserError, nearest
@@ -206,6 +207,10 @@ class KVBenchLM(Requests):
             raise UserError(
                 f"generation kwargs ask for sampling ({dict(gen_kwargs)}); allowed: greedy decoding"
             )
+        if int(options.get("num_beams") or 1) > 1:
+            raise UserError(
+                f"generation kwargs ask for beams ({dict(gen_kwargs)}); allowed: greedy decoding"
+            )
         max_new_tokens = int(options["max_gen_toks"])
         if max_new_tokens >= self.max_length:
             raise UserError(
@@ -213,12 +218,14 @@ class KVBenchLM(Requests):
                 "allowed: fewer"
             )
         ids = self.tok_encode(context)[-(self.max_length - max_new_tokens) :]
+        asked = {name: options[name] for name in NEUTRAL if name in options}
+        acting = acting_options(self.model.generation_config) | asked
         stopping = Stopping(
             max_new_tokens,
             end_token_ids(self.model, self.tokenizer),
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
-            processors=acting_options(self.model.generation_config),
+            processors=acting_options(GenerationConfig(**acting)),
         )
         encoder = repeating_encoder(self.tokenizer, ids, [self.method])
         reading = read(
