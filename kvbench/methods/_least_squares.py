@@ -17,9 +17,13 @@ JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
 
 
 def least_squares(
-    columns: Tensor, target: Tensor, ridge: float = 0.0, gram: Tensor | None = None
+    columns: Tensor,
+    target: Tensor,
+    ridge: float = 0.0,
+    gram: Tensor | None = None,
+    penalty: Tensor | None = None,
 ) -> Tensor:
-    """The x of least ||columns x - target||^2 + ridge * ||columns||_2^2 * ||x||^2.
+    """The x of least ||columns x - target||^2 + penalty * ||x||^2.
 
     It solves the t x t normal equations. Where there are fewer rows than columns, it solves the m x m
     equations of the x of least norm instead. The matrix is scaled to a unit diagonal before it is
@@ -31,6 +35,7 @@ def least_squares(
         target: [m, k] float32.
         ridge: the penalty, as a share of the squared spectral norm of `columns`.
         gram: `gram_of` the columns, if the caller has computed it.
+        penalty: a number, in place of `ridge`.
 
     Returns:
         x, [t, k] float32.
@@ -38,7 +43,8 @@ def least_squares(
     rows, count = columns.shape
     wide = rows < count
     normal = gram_of(columns.mT if wide else columns) if gram is None or wide else gram.clone()
-    penalty = ridge * largest_eigenvalue(normal) if ridge else normal.new_zeros(())
+    if penalty is None:
+        penalty = ridge * largest_eigenvalue(normal) if ridge else normal.new_zeros(())
     normal.diagonal().add_(penalty)
     norms = normal.diagonal().sqrt().clamp(min=1e-30)[:, None]
     normal.div_(norms).div_(norms.mT)
@@ -76,7 +82,7 @@ def bounded_least_squares(
     wide = columns.shape[0] < columns.shape[1]
     # A few large operations in each step: there are many heads, and many steps for each.
     if wide:
-        norm = power_iteration(lambda x: columns.mT @ (columns @ x), torch.ones_like(start))
+        norm = squared_norm(columns)
     else:
         gram = gram_of(columns)
         norm = largest_eigenvalue(gram)
@@ -139,6 +145,11 @@ def cholesky(matrix: Tensor) -> Tensor:
 def largest_eigenvalue(gram: Tensor) -> Tensor:
     """The largest eigenvalue of a symmetric matrix [t, t] without a negative element."""
     return power_iteration(lambda vector: gram @ vector, torch.ones_like(gram[0]))
+
+
+def squared_norm(columns: Tensor) -> Tensor:
+    """The squared spectral norm of columns [m, t] without a negative element."""
+    return power_iteration(lambda x: columns.mT @ (columns @ x), torch.ones_like(columns[0]))
 
 
 def power_iteration(multiply: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:

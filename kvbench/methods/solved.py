@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.errors.options import Count, NonNegative, Text
 from kvbench.kernels.row_pointers import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
-from kvbench.methods._least_squares import bounded_least_squares, least_squares
+from kvbench.methods._least_squares import bounded_least_squares, least_squares, squared_norm
 from kvbench.methods._matching import Block, Solution
 from kvbench.methods._reference_queries import (
     as_after_prompt,
@@ -44,13 +44,20 @@ class Solved(Wrapper):
     except where the reference queries ask for more. No log-weight falls below the smaller of 0 and the
     inner method's: no kept token comes to count less than itself.
 
-    A tenth of the reference queries is held out. A head whose error the solution does not lower, for
-    these and for all, keeps what the inner method returned.
+    Two rules are there for facts, which few reference queries look for. A query counts 1 / (1 + r),
+    where r is the error that the inner method leaves it over the mean of all: what the inner method
+    answers, since it kept what the query looks for, is not given up for what it cannot answer. And of
+    the sink's values, of which every query sees something, only the first token's is solved for: it
+    makes up for what all queries miss, and a fact at the very start of a prompt stays.
 
-    The solve is that of attention matching (arXiv 2602.16284) with three departures: sink and window are
-    solved for, too, since in heads with few other entries only they can make up for what was dropped;
-    the squared error is that of the head's output, there of the middle's alone; and the ridge is on the
-    distance from the kept values, there on the values' size.
+    A tenth of the reference queries is held out. A head whose error, so counted, the solution does not
+    lower, for these and for all, keeps what the inner method returned.
+
+    The solve is that of attention matching (arXiv 2602.16284) with these departures: the window and the
+    first token are solved for, too, since in heads with few other entries only they can make up for what
+    was dropped; the squared error is that of the head's output, there of the middle's alone; queries
+    count by the inner method's error; and the ridge is on the distance from the kept values, there on
+    the values' size.
 
     Args:
         of: the inner method, which must keep entries of the prompt.
@@ -61,10 +68,11 @@ class Solved(Wrapper):
             such a pass, else ``prompt``. With a second pass and prompt queries, whoever reads these,
             they are held for all layers until it is over.
         log_weights: whether log-weights are solved for; they take a number for every entry.
-        ridge: the penalty, as a share of the normal matrix's spectral norm.
+        ridge: the penalty, as a share of the spectral norm of all entries' normal matrix.
         max_queries: the largest number of reference queries per KV head, evenly spread.
     """
 
+    own_version: ClassVar[int] = 2
     paper: ClassVar[str] = "kvbench's own; least squares as in arXiv 2602.16284"
 
     of: Text = "kvzip"
@@ -184,18 +192,21 @@ class Solved(Wrapper):
                 sinks=None if sinks is None else sinks[head, order],
             )
             start = Solution(log_weights[here], values[here].float())
-            solution = self.solve(block, fitted, kept.positions[here], start)
+            solution = self.solve(block, fitted, kept.positions[here], start, budget.sink)
             log_weights[here] = solution.log_weights
             values[here] = solution.values.to(values.dtype)
         return replace(kept, values=values, log_weights=log_weights if self.log_weights else before)
 
-    def solve(self, block: Block, fitted: int, places: Tensor, start: Solution) -> Solution:
+    def solve(
+        self, block: Block, fitted: int, places: Tensor, start: Solution, sink: int
+    ) -> Solution:
         """Solve for the log-weights and values of some entries of a head.
 
         Args:
             block: the whole prompt. Its queries after the first `fitted` are held out.
             places: [t], the entries.
             start: what the inner method gave them.
+            sink: of so many first entries of the prompt all values but the first stay.
         """
         shares = block.mass[places].div_(block.total)
         sinks = block.sinks / block.total
@@ -203,6 +214,8 @@ class Solved(Wrapper):
         weights = first_weights = start.log_weights.exp()
         first_total = (weights @ shares + sinks).clamp(min=1e-30)
         first_output = (shares.mT @ (weights[:, None] * start.values)) / first_total[:, None]
+        first_errors = (output - first_output).square().sum(1)
+        counts = 1 / (1 + first_errors / first_errors.mean().clamp(min=1e-30))
         if self.log_weights:
             weights = bounded_least_squares(
                 shares[:, :fitted].mT,
@@ -216,9 +229,17 @@ class Solved(Wrapper):
         mass = shares.mul_(weights[:, None])
         attention = mass.div_((mass.sum(0) + sinks).clamp(min=1e-30)).mT
         missing = output - attention @ start.values
-        change = least_squares(attention[:fitted], missing[:fitted], self.ridge)
-        errors = (missing - attention @ change).square().sum(1)
-        first_errors = (output - first_output).square().sum(1)
+        roots = counts[:fitted, None].sqrt()
+        columns = attention[:fitted] * roots
+        free = (places >= sink) | (places == 0)
+        change = torch.zeros_like(start.values)
+        change[free] = least_squares(
+            columns[:, free],
+            missing[:fitted] * roots,
+            penalty=self.ridge * squared_norm(columns),
+        )
+        errors = (missing - attention @ change).square().sum(1) * counts
+        first_errors = first_errors * counts
         helps = errors[fitted:].sum() < first_errors[fitted:].sum()
         helps &= errors.sum() < first_errors.sum()
         return Solution(
