@@ -106,6 +106,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_read({"input_ids": [[1, 2], [3, 4]]}), "has 2 texts"),
     (_read(CONTEXT, "prompt"), "a context is compressed before its questions"),
     (_ask([]), "the question has no token ids"),
+    (_ask([CHAT]), "the question is the messages of a chat; allowed: its text"),
     (_ask([1], max_new_tokens=0), "max_new_tokens is 0"),
     (_ask([1], stop=["x"]), "there is no tokenizer"),
 ]

@@ -34,7 +34,6 @@ Text = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, str]]
 """A text, token ids, the output of a tokenizer for one text, or the messages of a chat, to which the
 tokenizer's chat template is applied."""
 
-
 log = logging.getLogger(__name__)
 
 
@@ -79,13 +78,13 @@ class Context:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        # The tokens of the prompt, and of the questions and answers that were added.
         # What the chat template writes after a question; None for a context that is no chat.
         self._closing: str | None = None
         if tokenizer is not None and are_messages(prompt):
             text, self._closing = PromptEncoder(tokenizer).around_question(prompt)
             with tokenizing(tokenizer):
                 prompt = tokenizer(text, add_special_tokens=False)
+        # The tokens of the prompt, and of the questions and answers that were added.
         self._ids = token_ids(prompt, tokenizer, "the context")
         self._turns = 0
         methods = {label: (method, budget)}
@@ -199,6 +198,11 @@ class Context:
     def _question_ids(self, question: Text) -> list[int]:
         """The tokens that are fed for a question; in a chat with the template's around it."""
         tokenizer = self.tokenizer
+        if are_messages(question):
+            raise KVError(
+                "the question is the messages of a chat; allowed: its text (read takes messages, and "
+                "each question is then the user's)"
+            )
         if self._closing is None or tokenizer is None:
             return token_ids(question, tokenizer, "the question", special=False)
         encoder = PromptEncoder(tokenizer, chat=True)
