@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers import __version__ as transformers_version
 
-from kvbench.engine.attention import LayerCall, Pass
+from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
 from kvbench.kernels.rotation import unrotate
 from kvbench.kv import KVError, Rotary
 
@@ -97,6 +98,9 @@ def forget_lengths(model: PreTrainedModel) -> None:
 
     transformers resets such a table itself when it is asked for a short sequence, which is done here.
     The passes of one example only grow, so their tables are those of transformers' `generate`.
+
+    Raises:
+        UnsupportedModel: by this transformers they cannot forget.
     """
     change = table_change(model.config)
     if change is None or change.stays:
@@ -109,6 +113,11 @@ def forget_lengths(model: PreTrainedModel) -> None:
                 asked = () if layer_type is None else (layer_type,)
                 device = next(module.buffers()).device
                 module(torch.empty(1, device=device), torch.zeros(1, 1, device=device), *asked)
+                if hasattr(module, "None_max_seq_len_cached"):  # a slip of theirs, mended later
+                    raise UnsupportedModel(
+                        f"transformers {transformers_version} never resets the table of Dynamic NTK, "
+                        "so that a long prompt changes those after it; use a later version"
+                    )
 
 
 # --- the rotation of a layer's queries ------------------------------------------------------------
