@@ -256,7 +256,13 @@ class PromptEncoder:
         *earlier, last = messages
         asked = [*messages, {"role": "user", "content": mark}]
         if last.get("role") == "user":
-            asked = [*earlier, {**last, "content": f"{last.get('content', '')}{mark}"}]
+            said = last.get("content", "")
+            if not isinstance(said, str):
+                raise PromptError(
+                    f"content of the last message is a {type(said).__name__}; allowed: text, which the "
+                    "question goes on"
+                )
+            asked = [*earlier, {**last, "content": said + mark}]
         text = self.render(asked, answer=True)
         if text.count(mark) != 1:
             raise PromptError(

@@ -21,6 +21,7 @@ from kvbench.engine.model_spec import local_path
 from kvbench.engine.row import prompt_name
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
+from kvbench.prompts import PromptError
 
 QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
 
@@ -181,5 +182,9 @@ def test_a_chat_model_that_says_nothing_to_a_raw_text_is_told_how_to_be_asked(
             KVError, match="the context is a chat and there is no tokenizer; allowed"
         ):
             session.read([SYSTEM])
+        with pytest.raises(
+            PromptError, match="content of the last message is a list; allowed: text"
+        ):
+            session.read([{"role": "user", "content": [{"type": "text"}]}], tokenizer)
     (said,) = caplog.messages
     assert "It is a chat model and its context a raw text: session.read([{'role': 'user'," in said
