@@ -250,7 +250,8 @@ class TaskPlan(Plan):
         """The encoded examples of the first `limit` contexts, and all datasets of the task."""
 
         def make() -> tuple[list[EncodedExample], list[str]]:
-            examples = self.task.examples(session.encoder)
+            task = self.task if self.limit is None else self.task.first(self.limit)
+            examples = task.examples(session.encoder)
             contexts = dict.fromkeys(example.context_id or example.id for example in examples)
             first_contexts = set(islice(contexts, self.limit))
             chosen = [

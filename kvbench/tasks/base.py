@@ -166,6 +166,11 @@ class Task(ABC):
                 that fetches it.
         """
 
+    def first(self, contexts: int) -> Task:
+        """A task whose first `contexts` contexts are this one's. It may make fewer others, so that a
+        limit saves their tokenising; by default it makes all."""
+        return self
+
     @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """The scores of a prediction by name; ``"score"`` is the primary one."""

@@ -217,6 +217,11 @@ class Jsonl(Task):
                 break
         return examples
 
+    def first(self, contexts: int) -> Task:
+        if type(self).examples is not Jsonl.examples:  # which may have another order
+            return self
+        return replace(self, per_dataset=min(contexts, self.per_dataset or contexts))
+
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         assert isinstance(example, RowExample)
         return metric_named(example.metric)(prediction, example.key)

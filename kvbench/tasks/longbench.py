@@ -4,7 +4,7 @@ scores, and `longbench_protocols` for how a model is prompted."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, zip_longest
 from typing import Annotated, Any, ClassVar, Literal
@@ -128,6 +128,11 @@ class LongBench(Task):
             all_classes=tuple(row["all_classes"]),
             answer=partial(protocol.answer, encoder, dataset),
         )
+
+    def first(self, contexts: int) -> Task:
+        if type(self).examples is not LongBench.examples:  # which may have another order
+            return self
+        return replace(self, per_dataset=min(contexts, self.per_dataset or contexts))
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         assert isinstance(example, LongBenchExample)

@@ -136,6 +136,33 @@ def test_a_limit_takes_contexts_by_their_ids_and_of_every_data_set(tmp_path: Pat
     assert set(few) < set(shuffled(tmp_path / "a.jsonl", rows, fields=by_half, per_dataset=4))
 
 
+def test_a_limit_tokenises_no_more_than_it_takes(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"C{n // 2}", "q": f"{n}?", "gold": "a", "set": "abc"[n % 7 % 3]}
+        for n in range(40)
+    ]
+    options = {"files": [write(tmp_path / "a.jsonl", rows)], "fields": {**FIELDS, "dataset": "set"}}
+    task = Jsonl(**options)
+    all_examples = task.examples(shipped())
+    contexts = list(dict.fromkeys(one.context_id or one.id for one in all_examples))
+    for limit in (1, 4, 7):
+        few = task.first(limit).examples(shipped())
+        assert len(few) < len(all_examples)
+        taken = contexts[:limit]
+        first, same = (
+            [one for one in examples if (one.context_id or one.id) in taken]
+            for examples in (all_examples, few)
+        )
+        assert same == first
+    backwards = Backwards(**options)
+    assert backwards.first(1) is backwards
+
+
+class Backwards(Jsonl):
+    def examples(self, encoder: Any) -> Any:
+        return super().examples(encoder)[::-1]
+
+
 def test_a_metric_of_ones_own_scores_rows_and_belongs_to_the_tasks_code(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,6 +335,11 @@ def test_data_sets_take_turns_and_chinese_ones_run_only_where_they_are_named(lla
     made = task.examples(llama)
     ids = ["lcc-lcc-00", "trec-trec-00", "lcc-lcc-01", "trec-trec-01"]
     assert [example.id for example in made] == ids
+    whole = replace(task, per_dataset=None)
+    for limit in (1, 3):
+        first = [one.id for one in whole.first(limit).examples(llama)]
+        assert first[:limit] == [one.id for one in whole.examples(llama)][:limit]
+        assert len(first) == 2 * limit
     assert made[1].fields["length_bucket"] == "0-4k"
     assert set(task.digests()) == {"lcc_e", "trec_e"}
     assert len(LongBench(split="full").datasets or ()) == 16
