@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvbench.errors import disk_line
+from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.figures import Curve
 from kvbench.records.read import StoreError
 from kvbench.records.store import safe_name
@@ -18,6 +19,7 @@ from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
+from kvbench.report.remarks import remarks
 from kvbench.report.render import PAGE_MARK, csv, latex, markdown, write_text
 from kvbench.report.table import Table
 from kvbench.report.tables import overview_tables, paper_table, score_table, tables_of
@@ -105,11 +107,13 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     ]
     shared += overviews
     drawn = [figure for section in sections for figure in section.figures]
+    said_first = remarks(experiment)  # which the terminal prints below its tables
+    said_first += [f"left aside: {line}" for line in lines_of(aside_of(experiment.folder))]
     shown = [*shared, *published, *(table for section in sections for table in section.tables)]
     try:
         page = write_text(
             experiment.folder / PAGE,
-            render_page(experiment, sections, shared, published, warnings),
+            render_page(experiment, sections, shared, published, [*warnings, *said_first]),
             PAGE_MARK,
         )
         if ranked:

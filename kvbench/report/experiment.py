@@ -26,6 +26,7 @@ from kvbench.report.variants import (
     by_task_settings,
     on_the_same_prompts,
     prompt_seed,
+    protocol_of,
     variants_of,
 )
 
@@ -135,6 +136,17 @@ class Group:
         names = list(self.records["dataset"].unique())
         numbered = all(re.match(r"\d+[ _]", str(name)) for name in names)
         return sorted(names, key=natural_order) if numbered else names
+
+    @cached_property
+    def protocol(self) -> str:
+        """Which part of each prompt was compressed (`protocol_of`), one for all variants."""
+        return next(map(protocol_of, self.manifests), "")
+
+    @property
+    def protocol_in_title(self) -> str:
+        """ ", compress_after all_but_last"; empty where the task's name says it, or there is none."""
+        named = f", compress_after {self.protocol}"
+        return "" if not self.protocol or named in self.task else named
 
     @property
     def baseline_name(self) -> str | None:

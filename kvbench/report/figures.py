@@ -113,7 +113,7 @@ def memory(group: Group) -> Drawn | None:
             grey=grey,
             also=partial(frontier, grey=grey),
         )
-    title = f"{group.task}: score against memory"
+    title = f"{group.task}{group.protocol_in_title}: score against memory"
     return Drawn(f"{stem(group)}-ratio", title, text, draw, kind="memory")
 
 
@@ -190,7 +190,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         joined=all(tick[:1].isdigit() for tick in ticks),
         grey=grey,
     )
-    title = f"{group.task}: score by {words(by)}"
+    title = f"{group.task}{group.protocol_in_title}: score by {words(by)}"
     return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
 
 
@@ -233,7 +233,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     text = (
         f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
     )
-    title = f"{group.task}: {ylabel} by {words(spec.x)}"
+    title = f"{group.task}{group.protocol_in_title}: {ylabel} by {words(spec.x)}"
     chart = _panels_chart(group, panels, xlabel, ylabel, ticks=names)
     return Drawn(f"{stem(group)}-bars", title, text, draw, "bars", chart)
 

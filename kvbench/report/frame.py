@@ -53,6 +53,7 @@ AVERAGE = "average"
 COLUMNS = (
     "model",
     "task",
+    "compress_after",
     "method",
     "variant",
     "rate",
@@ -192,7 +193,8 @@ def _enough(group: Group) -> pd.DataFrame:
     held = [next(of for of in ratios if of.value == dataset.value) for dataset in strata]
     rows: list[dict[str, Any]] = [
         {
-            **{"model": group.model, "task": group.task, "method": method_of[name]},
+            **{"model": group.model, "task": group.task, "compress_after": group.protocol},
+            **{"method": method_of[name]},
             **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
             **_numbers(found),
             **{"mark": mark, "failures": ""},
@@ -207,6 +209,7 @@ def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
     return {
         "model": group.model,
         "task": group.task,
+        "compress_after": group.protocol,
         "method": variant.method,
         "variant": label,
         "rate": variant.rate,

@@ -34,6 +34,7 @@ from kvbench.report.ratios import rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, is_general, value_text
+from kvbench.report.variants import protocol_of
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
@@ -44,8 +45,9 @@ LONGEST = 400
 _FAILURES = 100
 """Failed examples that a page names."""
 _PROTOCOLS = {
-    "prompt": "after the whole prompt (question included)",
-    "context": "after the context (before the question)",
+    "all_but_last": "all of a prompt but its last token, which is fed to every cache (all_but_last)",
+    "context": "the context alone; the question is fed to every cache (context)",
+    "prompt": "the whole prompt; an answer's first token is the exact cache's (prompt)",
 }
 """What the option ``compress_after`` means."""
 _PLACE = re.compile(r""" ('?)results_dir=/[^\s']*\1(?= |$)""")
@@ -300,7 +302,7 @@ def _compressed(identity: Mapping[str, Any]) -> tuple[str, str]:
     single layers has its own number of tokens in place of the budget's."""
     budget, task = identity.get("budget") or {}, identity.get("task")
     sink, window = budget.get("sink"), budget.get("window")
-    when = _PROTOCOLS.get(str(identity.get("compress_after")), "")
+    when = _PROTOCOLS.get(protocol_of({"identity": identity}), "")
     by_probe = task.get("exact") if isinstance(task, Mapping) else None
     if isinstance(by_probe, int):
         sink, window, when = by_probe, by_probe, "the cache of each layer by itself"

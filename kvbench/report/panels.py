@@ -139,7 +139,7 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
         "axis": score_axis(group),
         "limits": [number_of(low), number_of(high)],
     }
-    title = f"{group.task}: score by {words(spec.x)} and {words(spec.y)}"
+    title = f"{group.task}{group.protocol_in_title}: score by {words(spec.x)} and {words(spec.y)}"
     text = "Means on one colour scale; grey cells have no scored example."
     text += left_out_text(group, ordered)
     return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap", chart)
@@ -220,7 +220,7 @@ def kept_figure(group: Group) -> Drawn | None:
         " and KV heads; fullest: as much weight as the exact cache gives it, or more. Underlined: where"
         " the answer stands. Each strip is the whole prompt."
     )
-    title = f"What each method kept: {group.task} on {group.model}"
+    title = f"What each method kept: {group.task} on {group.model}{group.protocol_in_title}"
     left_out = left_out_text(group, ordered)
     chart: Chart = {
         "kind": "kept",

@@ -134,12 +134,14 @@ def fidelity_table(group: Group) -> Table:
     value = frame.pop("value")
     frame["group"] = "rate " + value if by == "rate" else ""
     shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
-    data = frame.assign(model=group.model, task=group.task, **shares)
+    about = {"model": group.model, "task": group.task, "compress_after": group.protocol}
+    data = frame.assign(**about, **shares)
     if by == "rate":
         frame["group"] = headings(pd.to_numeric(value).map(at_rate), rate_texts(group))
     return Table(
         f"{group.task}-{group.model}-fidelity",
-        f"{group.task} on {group.model}: distance from the exact model, per token",
+        f"{group.task} on {group.model}{group.protocol_in_title}: distance from the exact model, per"
+        " token",
         frame,
         (
             METHOD,

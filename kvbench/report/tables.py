@@ -135,7 +135,8 @@ def score_table(group: Group) -> Table:
     columns.append(Column("scored"))
     return Table(
         f"{group.task}-{group.model}",
-        f"{group.task} on {group.model}{rate_in_title(group)}: score{unit_text(unit)}",
+        f"{group.task} on {group.model}{rate_in_title(group)}{group.protocol_in_title}:"
+        f" score{unit_text(unit)}",
         table,
         tuple(columns),
         tuple(
@@ -161,7 +162,7 @@ def split_table(group: Group, by: str) -> Table:
     frame = tidy(group)
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
-    title = f"{group.task} on {group.model}: score by {words(by)}"
+    title = f"{group.task} on {group.model}{group.protocol_in_title}: score by {words(by)}"
     table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
@@ -199,6 +200,8 @@ def _notes(group: Group) -> Iterator[str]:
     draws = group.records.groupby("example_id")["seed"].nunique().max() if len(group.records) else 1
     if draws > 1:
         yield f"Means over {draws} draws (seeds) of each prompt."
+    if decided := _decided_by_first_token(group):
+        yield decided
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
         counts = group.good["variant"][uncompressed].value_counts()
@@ -234,6 +237,21 @@ def _notes(group: Group) -> Iterator[str]:
         yield few
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
+
+
+def _decided_by_first_token(group: Group) -> str:
+    """A note on the answers whose score their first token alone decides, where that token is the exact
+    prefill's: under ``compress_after=prompt``, and of the prompts that had to be read whole under
+    another protocol. Empty where no token was."""
+    if "first_token_score" not in group.good:
+        return ""
+    answers = group.good[group.good["variant"].isin(group.compressed)]
+    answers = answers.dropna(subset=["first_token_score", "score"])
+    decided = answers["first_token_score"].astype(float).eq(answers["score"].astype(float))
+    if answers.empty:
+        return ""
+    of = f"{decided.sum()} of {len(answers)} answers"
+    return f"{of} were decided by their first token, which is the exact cache's."
 
 
 def _by_command(group: Group) -> Iterator[str]:
@@ -283,7 +301,12 @@ def paper_table(groups: Sequence[Group], published: pd.DataFrame) -> Table:
     first = groups[0]
     if len(published):
         parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
-    return _pivot(first, f"{first.task}-paper", f"{first.task}: score", pd.concat(parts))
+    return _pivot(
+        first,
+        f"{first.task}-paper",
+        f"{first.task}{first.protocol_in_title}: score",
+        pd.concat(parts),
+    )
 
 
 def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) -> pd.DataFrame:
@@ -334,7 +357,9 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
             unit, heading = group.meta.score_unit, ""
             if across == "task":
                 better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-                heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
+                one = len({group.protocol for group in groups} - {""}) < 2
+                name = group.task if one else f"{group.task}{group.protocol_in_title}"
+                heading = f"{name}{metric_text(group)}{unit_text(unit)}{better}"
             key = group.task if across == "task" else group.model
             by_key[key] = Column(key, heading, score_format(unit))
         columns = list(by_key.values())
@@ -366,12 +391,15 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     model = "" if "model" in several else groups[0].model
     task = "" if across == "task" else groups[0].task
     what = " on ".join(filter(None, [task, model])) or "all models"
+    protocols = {group.protocol_in_title for group in groups} - {""}
+    under = protocols.pop() if len(protocols) == 1 else ""
+    shows = "all tasks" if across == "task" else f"score{unit_text(meta.score_unit)}"
     shown = with_values(table, (METHOD, *columns))
     lower = across == "task" and any(group.meta.lower_is_better for group in groups)
     tables = [
         Table(
             f"overview-{model}" if model else "overview",
-            f"{what}: {'all tasks' if across == 'task' else 'score' + unit_text(meta.score_unit)}",
+            f"{what}{under}: {shows}",
             table,
             shown,
             (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),
@@ -491,7 +519,9 @@ def pairs_table(group: Group) -> Table | None:
         return None
     frame = pd.DataFrame(rows)
     unit = group.meta.score_unit
-    data = frame.drop(columns=["at", "sign"]).assign(model=group.model, task=group.task, unit=unit)
+    data = frame.drop(columns=["at", "sign"]).assign(
+        model=group.model, task=group.task, compress_after=group.protocol, unit=unit
+    )
     shown = frame if len(frame) <= MOST_PAIRS else frame[frame["to_best"]]
     first, second = shown["first"], shown["second"]
     if len(group.peers) > 1:
@@ -516,7 +546,8 @@ def pairs_table(group: Group) -> Table | None:
             notes.append("Pairs with a difference: more than a tenth of their prompts have a 0.")
     return Table(
         f"{group.task}-{group.model}-pairs",
-        f"{group.task} on {group.model}: which compressed methods differ significantly{unit_text(unit)}",
+        f"{group.task} on {group.model}{group.protocol_in_title}: which compressed methods differ"
+        f" significantly{unit_text(unit)}",
         shown,
         with_values(shown, columns),
         tuple(notes),

@@ -140,6 +140,21 @@ def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
     return name, None if share is None or budget.get("size") is not None else float(share)
 
 
+def protocol_of(manifest: Mapping[str, Any]) -> str:
+    """Which part of a prompt a run compressed, `compress_after`; empty for a probe of single layers.
+
+    A manifest without one is older than the choice; that of a probe of fidelity or of lm-eval's tasks
+    says "prompt" where it is older than all_but_last, although the last token was fed to every cache."""
+    settings = {**(manifest.get("config") or {}), **(manifest.get("identity") or {})}
+    task = settings.get("task")
+    options = task if isinstance(task, Mapping) else {}
+    if isinstance(options.get("exact"), int):
+        return ""
+    protocol = str(settings.get("compress_after") or "prompt")
+    fed = any(name in str(options.get("_target_")) for name in ("fidelity", "lm_eval"))
+    return "all_but_last" if fed and protocol == "prompt" else protocol
+
+
 def prompt_seed(manifest: Mapping[str, Any]) -> str:
     """The seed of a run's prompts (``task.seed``), of which a table shows the union; draws of methods
     have another (``seed``)."""
@@ -149,8 +164,8 @@ def prompt_seed(manifest: Mapping[str, Any]) -> str:
 
 
 def by_task_settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of one model and task in groups with the same settings, each under those in which it differs
-    from the others, such as ``num_lines 20``; an empty name where there is one.
+    """Runs of one model and task in groups with the same settings and protocol, each under those in
+    which it differs from the others, such as ``num_lines 20``; an empty name where there is one.
 
     A setting that older runs lack, since the option did not exist, is taken to have the others' value.
     """
@@ -184,6 +199,7 @@ def _task_settings(manifest: Mapping[str, Any]) -> dict[str, str]:
     task = identity.get("task")
     options = flat(task) if isinstance(task, Mapping) else {}
     settings = {key: value for key, value in options.items() if not _is_seed(key)}
+    settings["compress_after"] = protocol_of(manifest)
     if identity.get("task_version") is not None:
         settings["task_version"] = json.dumps(identity["task_version"])
     if identity.get("data"):

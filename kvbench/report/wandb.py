@@ -232,6 +232,7 @@ def _log_group(
             "config": {
                 "model": group.model,
                 "task": group.task,
+                "compress_after": group.protocol,
                 "method": variant.method,
                 "variant": variant.label,
                 "rate": rate,

@@ -364,6 +364,35 @@ def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path)
     assert "x" not in set(also["value"]), "an average that lacks a part is left out"
 
 
+def test_protocols_stand_in_tables_of_their_own(tmp_path: Path) -> None:
+    """One command's runs under three; a manifest that lacks the key is of ``prompt``, and a probe of
+    fidelity that says so fed the last token already."""
+    for protocol, first in (
+        ("prompt", 1.0),
+        ("context", None),
+        ("all_but_last", None),
+        (None, None),
+    ):
+        for method in ("exact", "snapkv", "h2o"):
+            about = {"score": 1.0, "first_token_score": first}
+            records = [{"example_id": f"e{i}", **about} for i in range(12)]
+            options = {"compress_after": protocol} if protocol else {"budget.rate": 0.5}
+            write_run(tmp_path, method=method, records=records, options=options)
+    experiment = load_experiment(tmp_path / "demo")
+    named = [f"t, compress_after {name}" for name in ("all_but_last", "context", "prompt")]
+    assert [group.task for group in experiment.groups] == named
+    assert [group.protocol for group in experiment.groups] == ["all_but_last", "context", "prompt"]
+    assert [len(group.peers) for group in experiment.groups] == [1, 1, 2], "ranked apart"
+    note = "24 of 24 answers were decided by their first token, which is the exact cache's."
+    tables = [score_table(group) for group in experiment.groups]
+    assert [note in table.notes for table in tables] == [False, False, True]
+    assert [named[i] in table.title for i, table in enumerate(tables)] == [True] * 3
+    assert set(data(tables[0])["compress_after"]) == {"all_but_last"}
+    old = {"compress_after": "prompt", "task._target_": "kvbench.probes.fidelity.FidelityProbe"}
+    write_run(tmp_path, experiment="old", records=RECORD, options=old)
+    assert group_of(tmp_path / "old").protocol == "all_but_last"
+
+
 RECORD = [{"example_id": "a", "score": 1.0}]
 
 

@@ -114,11 +114,11 @@ def test_a_page_and_its_files_hold_everything(demo: ReportPaths) -> None:
         "first 32 and last 32 tokens, always kept",
         '<h2 id="section-1">longeval_lines',
         "At rate 0.25, ratio 0.37: snapkv has 72.0 %",
-        "longeval_lines on recall_mini at rate 0.25, ratio 0.37: score, %",
+        "longeval_lines on recall_mini at rate 0.25, ratio 0.37, compress_after prompt: score, %",
         "which compressed methods differ significantly",
         "2 failed examples",
         " of 50 examples</summary>",
-        "recall_mini: all tasks",
+        "recall_mini, compress_after prompt: all tasks",
         "throughput: Every method has a prefill of its own",
         "throughput on recall_mini: medians over runs",
         "0123abcd",
@@ -401,8 +401,8 @@ def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path)
         " counted in the rate"
     )
     assert facts["compressed"] == (
-        "layer_error: the cache of each layer by itself; lines: after the whole prompt (question"
-        " included)"
+        "layer_error: the cache of each layer by itself; lines: the whole prompt; an answer's first"
+        " token is the exact cache's (prompt)"
     )
 
 
