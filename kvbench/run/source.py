@@ -113,7 +113,7 @@ def _needed(module: str) -> Sequence[tuple[str, Path | None]]:
 @cache
 def _closure(module: str) -> tuple[tuple[str, Path | None], ...]:
     """A module, the modules that it imports from its own package or folder, and what these import; each
-    with its file. After them the compiled files of the package."""
+    with its file. After them `_files_beside` it."""
     found: dict[str, Path | None] = {}
     waiting = [module]
     home = _file_of(module)
@@ -126,13 +126,19 @@ def _closure(module: str) -> tuple[tuple[str, Path | None], ...]:
         if file is not None and file.suffix == ".py":
             imports = _imports(file, name)
             waiting += [other for other in imports if _belongs(other, module, home)]
-    if home is not None and module.partition(".")[0] != PACKAGE.name:
-        is_package = home.name == "__init__.py"
-        folder = home.parents[max(0, module.count(".") - (not is_package))]
-        files = folder.rglob("*") if is_package or "." in module else folder.iterdir()
-        compiled = [file for file in files if file.name.endswith(COMPILED)]
-        found |= {str(file.relative_to(folder)): file for file in sorted(compiled)}
+    if home is not None:
+        found |= {f"{file.parent.name}/{file.name}": file for file in _files_beside(module, home)}
     return tuple(found.items())
+
+
+def _files_beside(module: str, home: Path) -> list[Path]:
+    """The compiled files of a module's package or folder; of kvbench the data beside the module."""
+    if module.partition(".")[0] == PACKAGE.name:
+        return sorted(home.parent.glob("*.yaml"))
+    is_package = home.name == "__init__.py"
+    folder = home.parents[max(0, module.count(".") - (not is_package))]
+    files = folder.rglob("*") if is_package or "." in module else folder.iterdir()
+    return sorted(file for file in files if file.name.endswith(COMPILED))
 
 
 def _file_of(module: str) -> Path | None:
@@ -233,8 +239,9 @@ def _has_other_code(name: str) -> bool:
 
 @cache
 def _has_changes() -> bool:
-    """Whether any Python file of kvbench is not shipped."""
-    return not all(map(_is_shipped, PACKAGE.rglob("*.py")))
+    """Whether any file of kvbench that a run's code may consist of is not shipped."""
+    files = (file for end in ("*.py", "*.yaml") for file in PACKAGE.rglob(end))
+    return not all(map(_is_shipped, files))
 
 
 @cache

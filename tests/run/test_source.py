@@ -20,7 +20,7 @@ from support.jobs import make_job, with_session
 from support.paths import ROOT
 
 from kvbench.methods import build_method
-from kvbench.records.aside import aside_of, lines_of
+from kvbench.records.aside import _why, aside_of, lines_of
 from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
 from kvbench.run import source
@@ -81,7 +81,7 @@ EDITS = [
     ("mine", FOLDER, "mine.py", "norm(layer.keys)", "-norm(layer.keys)", "mine"),
     ("mine", FOLDER, "helper.py", "dim=-1", "dim=-1, p=1", "helper"),
     ("lab.deep.mine", PACKAGE, "lab/helper.py", "dim=-1", "dim=-1, p=1", "lab.helper"),
-    ("lab.deep.mine", PACKAGE, "lab/fast.so", "a", "b", "fast.so"),
+    ("lab.deep.mine", PACKAGE, "lab/fast.so", "a", "b", "lab/fast.so"),
     # what changes nothing, and what the class does not import
     ("mine", FOLDER, "mine.py", "# of a key", "# of the key\n\n", None),
     ("mine", FOLDER | {"other.py": "x = 1"}, "other.py", "1", "2", None),
@@ -265,6 +265,7 @@ def test_what_is_current_is_current_for_all_settings_and_methods(tmp_path: Path)
     assert found == {"mine-a": "an earlier helper.py and mine.py"} | dict.fromkeys(
         ("other-b", "mine-d"), "an earlier helper.py"
     )
+    assert _why({"source": {"lab/fast.so": "1"}}, {}) == "an earlier lab/fast.so"
     start("exact", "f", "x", {}, "06")
     assert len(aside_of(tmp_path / "e")) == 5, "all of the other weights"
 
