@@ -1,4 +1,4 @@
-"""Every method on every benchmark once: two examples on a random model, and one table of them all."""
+"""Every method on every benchmark once: an example on a random model, and one table of them all."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SMALL: dict[str, list[str]] = {
 """What gives each benchmark data that lie here, and short prompts."""
 LONG = ("lm_eval", "longbench", "longbench_official", "ruler")
 """Benchmarks that say themselves how long an answer is."""
-WHERE = ["model=tiny_random", "device=cpu", "limit=2", "experiment_name=all"]
+WHERE = ["model=tiny_random", "device=cpu", "limit=1", "experiment_name=all"]
 WHERE += ["budget.sink=2", "budget.window=4", "budget.rate=0.5", "methods.pages.size=4"]
 WHERE += [f"model.architecture.{key}=64" for key in ("hidden_size", "intermediate_size")]
 WHERE += [f"model.architecture.num_{key}=2" for key in ("hidden_layers", "attention_heads")]
