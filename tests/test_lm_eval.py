@@ -17,6 +17,7 @@ from support.jobs import make_job, records_of
 from support.paths import ROOT
 from support.tiny import CONFIGS
 
+from kvbench import compare
 from kvbench.engine.model_spec import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
@@ -123,6 +124,17 @@ def test_exact_rolls_and_generates_as_hflm(folder):
         UserError, match=r"protocol' .now compress_after; minus_last is all_but_last"
     ):
         KVBenchLM(folder, device="cpu", protocol="minus_last")
+
+
+@pytest.mark.parametrize("protocol", ["all_but_last", "prompt"])
+def test_a_generation_is_that_of_compare_under_either_protocol(folder, protocol):
+    how: dict[str, Any] = {"sink": 4, "window": 4, "rate": 0.25, "compress_after": protocol}
+    lm = KVBenchLM(folder, method="snapkv", device="cpu", **how)
+    prompt, options = text(60, seed=5), {"max_gen_toks": 8, "do_sample": False, "until": []}
+    (ours,) = lm.generate_until([Instance("generate_until", {}, (prompt, options), 0)])
+    assert lm.tok_encode(prompt) == lm.tokenizer(prompt)["input_ids"]
+    frame = compare(lm.model, lm.tokenizer, prompt, "snapkv", max_new_tokens=8, **how)
+    assert frame.loc["snapkv", "text"] == ours
 
 
 def masked(lm: Any, context: str, continuation: str, sink: int, window: int) -> float:

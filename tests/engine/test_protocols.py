@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.asking import Prompt, generate_each
+from support.command import composed
 from support.forward import reference
 from support.generation import Letters, tiny_model
 from support.jobs import Echo, make_job, records_of
+from support.paths import write_lines
 from support.tiny import CHANGE, model_with_table, on_kvbench, prompt_ids
 from torch import Tensor
 
 from kvbench import compare, compress, kept
+from kvbench.cli.build import build_job
 from kvbench.engine import ask as asking
 from kvbench.engine.answer import Stopping
 from kvbench.engine.rotary import has_table_of
@@ -246,3 +249,76 @@ def test_other_protocols_are_refused_where_a_door_has_them_not(tmp_path: Path) -
         compress(model, "exact", compress_after="all_but_last")
     with pytest.raises(KVError, match="fidelity compares every token; allowed: all_but_last"):
         by_job(tmp_path, plan=FidelityProbe(prompts=Echo()), compress_after="prompt")
+
+
+# --- tasks ------------------------------------------------------------------------------------------
+
+OFFLINE: dict[str, tuple[str, ...]] = {
+    "longeval_lines": ("task.num_lines=[6]",),
+    "longeval_lines_context": ("task.num_lines=[6]",),
+    "longeval_redundant": ("task.num_lines=[8]",),
+    "key_value": ("task.num_pairs=[3]",),
+    "passkey": ("task.lengths=[200]",),
+    "number_string": ("task.lengths=[200]",),
+    "needle": ("task.lengths=[250]",),
+    "needle_questions": ("task.lengths=[300]",),
+    "ruler": ("task.lengths=[600]", "task.tasks=[niah_single_1]"),
+}
+"""Tasks that generate their data, small."""
+ENDS = ("budget.sink=2", "budget.window=2")
+
+
+@pytest.mark.parametrize("task", OFFLINE)
+def test_the_first_token_of_every_task_comes_from_the_compressed_cache(
+    task: str, first_logits: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    words = ("model=recall_mini", "method=[exact,uniform]", "logger=none", "limit=1", *ENDS)
+    where = f"results_dir={tmp_path}"
+    made = build_job(composed(f"task={task}", *words, where, *OFFLINE[task]))
+    noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
+    result = run_job(replace(made, methods=noisy))
+    assert result.failed == 0
+    assert first_logits
+    for seen in first_logits:
+        for label in (label for label in seen if label.startswith("uniform")):
+            exact = next(own for other, own in seen.items() if other.startswith("exact"))
+            assert nats(exact, seen[label]) > 1
+
+
+KINDS: dict[str, list[tuple[str, str]]] = {
+    "letter": [("The door is green.", "B"), ("The lamp is red.", "A"), ("The cup is grey.", "C")],
+    "yes or no": [("It rains today.", "yes"), ("The shop is shut.", "no"), ("All is well.", "yes")],
+    "digits": [("The price is 4 coins.", "4"), ("Ann has 7 geese.", "7"), ("Room 2 is free.", "2")],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_method_whose_values_are_noise_answers_own_rows_by_chance(
+    kind: str, tmp_path: Path, first_logits: list[dict[str, Tensor]]
+) -> None:
+    """What exact answers is asked for: under the papers' protocol noise knows it, under the default it
+    does not."""
+    rows = [
+        {"context": f"{text} " * 12, "question": f"{kind}? ", "answers": [answer]}
+        for text, answer in KINDS[kind]
+    ]
+    file = tmp_path / "own.jsonl"
+    write_lines(file, rows)
+    same: dict[str, int] = {}
+    for protocol in PROTOCOLS:
+        first_logits.clear()
+        words = ["model=recall_mini", "method=[exact,uniform]", "logger=none", *ENDS]
+        words += [f"task.files=[{file}]", "task.max_new_tokens=2", f"compress_after={protocol}"]
+        made = build_job(
+            composed("task=jsonl", "task_label=own", *words, f"results_dir={tmp_path}")
+        )
+        noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
+        records = records_of(run_job(replace(made, methods=noisy)))
+        assert sum(len(found) for found in records.values()) == 6
+        chosen: dict[str, list[int]] = {"exact": [], "uniform": []}
+        for seen in first_logits:
+            for label, logits in seen.items():
+                chosen[label.partition("@")[0]].append(int(logits.argmax()))
+        same[protocol] = sum(a == b for a, b in zip(*chosen.values(), strict=True))
+    assert same["prompt"] == 3
+    assert same["all_but_last"] < 2
