@@ -182,6 +182,12 @@ class FidelityProbe(Probe):
         for encoded in encoded_prompts(self.prompts, session, self.num_prompts):
             name = encoded.example.id
             n = encoded.n
+            later = encoded.held_back(session.compress_after)
+            if session.compress_after == "context" and not 0 < later < n:
+                raise KVError(
+                    f"compress_after is 'context' and prompt {name!r} has no "
+                    f"{'context' if later else 'question'}; allowed: all_but_last"
+                )
             if positions is not None and n >= positions:
                 raise KVError(
                     f"prompt {name!r} has {n} tokens and the model {positions} positions; "
@@ -195,7 +201,7 @@ class FidelityProbe(Probe):
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            compressed = n - encoded.held_back(session.compress_after)
+            compressed = n - later
             for (_, budget), rate in product(methods.values(), rates):
                 budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)

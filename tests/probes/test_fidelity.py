@@ -208,3 +208,8 @@ def test_refusals(tmp_path):
     job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=30)
     with pytest.raises(KVError, match="the model 30 positions"):
         run_job(job)
+    methods = {"uniform": build_method("uniform")}
+    probe = FidelityProbe(prompts=Echo(count=1, question=""))
+    job = probe_job(tmp_path, probe, methods, task="no question", compress_after="context")
+    with pytest.raises(KVError, match="prompt 'e0' has no question; allowed: all_but_last"):
+        run_job(job)
