@@ -286,7 +286,7 @@ def test_a_command_that_lacks_something_says_what(
 
 def test_longbenchs_metrics_need_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproducing, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"lm-eval is not installed; allowed: .*kvbench\[lm-eval\]"):
+    with pytest.raises(UserError, match=r"lm-eval is not installed; try: .*kvbench\[lm-eval\]"):
         lines_of("balancekv_table1", "model=recall_mini")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.jobs import Echo, Faulty, make_job, records_of, with_session
 
-from kvbench.engine import prefill
+from kvbench.engine import decode, prefill
 from kvbench.engine.device import is_out_of_memory
 from kvbench.engine.model_spec import ModelError
 from kvbench.kv import LayerKV
@@ -125,7 +125,8 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, ids, positions, state, *rest, **more)
 
-    monkeypatch.setattr(prefill, "forward_rows", forward)
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "forward_rows", forward)
     for rows in records_of(run_job(make_job(tmp_path, echo=Tight(count=3)))).values():
         assert [r["status"] for r in rows] == ["ok", "oom", "ok"]
         assert [r.get("retried") for r in rows] == [None, True, None]
