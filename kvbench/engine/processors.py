@@ -33,9 +33,14 @@ NEUTRAL: Mapping[str, Any] = {
 top_p and the others of sampling are not among them: `kvbench.engine.answer.Sampling` decides."""
 
 
-def acting_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a generation config that change logits, as values of JSON."""
-    found = {name: getattr(config, name, None) for name in NEUTRAL}
+def acting_options(
+    config: GenerationConfig, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options that change logits, as values of JSON: those of a generation config, and in their
+    place those among `asked`."""
+    found = {name: getattr(config, name, None) for name in NEUTRAL} | {
+        name: value for name, value in (asked or {}).items() if name in NEUTRAL
+    }
     return {
         name: _plain(value)
         for name, value in found.items()

@@ -13,14 +13,13 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from transformers import GenerationConfig
 
 from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, converse, read
 from kvbench.engine.prefill import Reading
-from kvbench.engine.processors import NEUTRAL, acting_options
+from kvbench.engine.processors import acting_options
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
 from kvbench.errors import UserError, nearest
@@ -218,14 +217,12 @@ class KVBenchLM(Requests):
                 "allowed: fewer"
             )
         ids = self.tok_encode(context)[-(self.max_length - max_new_tokens) :]
-        asked = {name: options[name] for name in NEUTRAL if name in options}
-        acting = acting_options(self.model.generation_config) | asked
         stopping = Stopping(
             max_new_tokens,
             end_token_ids(self.model, self.tokenizer),
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
-            processors=acting_options(GenerationConfig(**acting)),
+            processors=acting_options(self.model.generation_config, options),
         )
         encoder = repeating_encoder(self.tokenizer, ids, [self.method])
         reading = read(
