@@ -112,8 +112,8 @@ class Pass(ABC):
     """What the attention function talks to: how one forward pass computes attention, and what it does
     with the keys and values of each layer.
 
-    The engine's are `Prefill` and `Capture` (prefill.py), `ReplayPass` (second_pass.py), `Feed` and its
-    `Table` (decode.py).
+    The engine's are `Prefill` and `Capture` (prefill.py), `ReplayPass` (second_pass.py), `Feed`
+    (decode.py) and `KernelBatch` (captured.py).
     """
 
     called: frozenset[int] = frozenset()

@@ -309,6 +309,7 @@ class Compression:
             row.begin_prompt(len(ids) - start)
             rows.append(row)
         self._cache = LiveCache(self.model, rows, [], 0)
+        self._cache.open = True
         self._prefill = _BatchPrefill(self.model, rows, padding, tokens.shape[1])
 
     def _continue_with(self, cache: LiveCache) -> None:
@@ -318,6 +319,7 @@ class Compression:
             UnsupportedGeneration: it is another model's.
         """
         if cache is self._cache:
+            cache.open = True  # a copy made together with the model is closed
             return
         if cache.model is not self.model:
             raise UnsupportedGeneration(

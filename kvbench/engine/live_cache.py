@@ -39,7 +39,7 @@ class LiveCache(Cache):
         seen: the number of tokens fed so far to each row, padding included.
 
     Attributes:
-        open: whether the generation that uses the cache still runs.
+        open: whether a generation inside `compress` uses the cache.
         table: the pass of a run of steps of one token; None outside such a run.
         sound: by the number of the new token whether a GPU's logits for it are finite.
     """
@@ -57,7 +57,7 @@ class LiveCache(Cache):
         self.rows = list(rows)
         self.costs = list(costs)
         self.seen = seen
-        self.open = True
+        self.open = False
         self.table: KernelBatch | None = None
         self.sound: dict[int, Tensor] = {}
 
@@ -82,14 +82,14 @@ class LiveCache(Cache):
         """Return the new keys and values unchanged: the attention function stores them.
 
         Raises:
-            UnsupportedGeneration: the generation is over, so that no attention function would store
-                them.
+            UnsupportedGeneration: no generation inside `compress` uses the cache, so that no attention
+                function would store them.
         """
         if not self.open:
             raise UnsupportedGeneration(
-                "past_key_values is a compressed cache whose generation is over; allowed: inside "
-                "compress, where it can be given back to generate with the whole conversation as "
-                "input_ids"
+                "past_key_values is a compressed cache, outside compress or whose generation is over; "
+                "allowed: inside compress, where it can be given to generate with the whole "
+                "conversation as input_ids"
             )
         return key_states, value_states
 

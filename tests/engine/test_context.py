@@ -95,6 +95,13 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         foreign = pytest.raises(UnsupportedGeneration, match="a compressed cache of another model")
         with foreign, compress(stranger, name, **SMALL):
             stranger.generate(out, past_key_values=twin, **options)
+    # One new token, for which transformers makes no mask that would not fit.
+    one = torch.tensor([[*CONTEXT, first[0]]])
+    for cache in (context.cache(), copy.deepcopy(given)):
+        with pytest.raises(UnsupportedGeneration, match="outside compress"):
+            model(one[:, -1:], past_key_values=cache)
+    with pytest.raises(UnsupportedGeneration, match="outside compress"):
+        model.generate(one, past_key_values=context.cache(), **options)
 
 
 @pytest.fixture
