@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from kvbench.budget import KVError
 from kvbench.errors import check_known, first_line
 from kvbench.errors.options import checked, hints_of
+from kvbench.run.source import source_of
 from kvbench.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def _class_named(class_name: str, key: str, allowed: str, kinds: tuple[type, ...
     if not isinstance(target, type) or not issubclass(target, kinds):
         missing = ", which cannot be found (is its folder on PYTHONPATH?)" if target is None else ""
         raise KVError(f"{problem}{missing}; allowed: a {allowed}")
+    if not target.__module__.startswith("kvbench."):
+        source_of(target)  # as it was imported: until the first example the file may be edited
     return target
 
 

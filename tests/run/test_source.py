@@ -19,7 +19,9 @@ from support.command import FAST, main
 from support.jobs import make_job, with_session
 from support.paths import ROOT
 
+from kvbench.cli.construct import constructed
 from kvbench.methods import build_method
+from kvbench.methods.base import Method
 from kvbench.records.aside import _why, aside_of, lines_of
 from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
@@ -225,6 +227,18 @@ def test_edited_code_keeps_no_old_scores(capsys: Any, tmp_path: Path, edited: An
     assert len(list(experiment.rglob("records.jsonl"))) == 2
     assert main(capsys, "prune", str(experiment), "yes=true").status == 0
     assert [path.parent for path in experiment.rglob("records.jsonl")] == [run.folder]
+
+
+def test_the_code_is_that_which_was_imported(
+    tmp_path: Path, imported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is edited while the command loads its data is not what its records are of."""
+    write(tmp_path, FOLDER)
+    imported("helper")
+    made = constructed({"_target_": "mine.Mine"}, "methods.mine", Method)
+    first = source._digests["mine"][1]
+    (tmp_path / "mine.py").write_text(FOLDER["mine.py"].replace("norm(", "-norm("))
+    assert source.source_of(made)["mine"] == first
 
 
 def test_a_class_without_a_file_is_never_continued(tmp_path: Path, caplog: Any) -> None:
