@@ -5,8 +5,7 @@ Rows hold different numbers of entries, in buffers of their own. At each layer, 
 through the same kernels do so together (`kvbench.kernels.decode_attention`): two launches for any number
 of rows, over exactly the entries that they hold. A step reads the positions and the numbers of entries
 on the device and advances them there. The host counts and copies nothing, so that a step can be captured
-(`kvbench.engine.steps`). Other rows, those with packed entries
-among them, attend one after the other.
+(`kvbench.engine.steps`). Other rows, those with packed entries among them, attend one after the other.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_compression_waits_at_no_layer(way, name, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     ((few, _), _), ((many, _), found) = cost(way, name, 1, 2, 1), cost(way, name, 3, 2, 1)
     assert many == few, found
-    assert few <= (7 if way is prefilled else 13)
+    assert few <= (7 if way is prefilled else 15)  # one a row: no position is held twice
 
 
 @needs_pretend
