@@ -187,8 +187,8 @@ def bench_sharing(options: argparse.Namespace) -> None:
 
 
 def bench_decode(options: argparse.Namespace) -> None:
-    """Milliseconds per token of each method, of exact and snapkv together, and of exact after a prompt of
-    64 tokens: a floor."""
+    """Milliseconds per token of each method, of exact and snapkv together, and of exact after a prompt
+    of 64 tokens: a floor."""
     model = model_of(options)
     tokens = options.tokens or 16384
     new = options.new or 64
