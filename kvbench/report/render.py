@@ -29,6 +29,8 @@ from kvbench.report.table import Cell, Column, Table, footer
 PAGE_MARK = " · kvbench</title>"
 """How the title of every page ends (templates/base.html.j2), by which kvbench knows its own
 (`write_text`)."""
+NARROW = 44
+"""Characters of a row that one column of a paper holds."""
 _HEADING = 12
 """Characters in a line of a heading in the terminal."""
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
@@ -117,18 +119,22 @@ def plain(text: str) -> str:
 
 
 def latex(table: Table) -> str:
-    """A table environment with booktabs rules (``\\usepackage{booktabs}``), its notes in the caption."""
+    """A table environment with booktabs rules, its notes in the caption. One that is wider than
+    `NARROW` spans both columns of a paper and is made as small as that takes. A paper that inputs it
+    needs ``\\usepackage{booktabs,graphicx}``."""
     rows = [(heading, row) for heading, rows in table.groups() for row in rows]
     has_groups = any(heading for heading, _ in rows)
     names = [column.name for column in table.columns]
     if has_groups:
         names.insert(0, "")
     texts, bold = [], []
+    widths = [len(name) for name in names]
     for heading, row in rows:
         cells = [table.cell(row, column) for column in table.columns]
         if has_groups:
             cells.insert(0, Cell(heading))
         texts.append([_escape(cell.text) for cell in cells])
+        widths = [max(w, len(cell.text)) for w, cell in zip(widths, cells, strict=True)]
         bold.append(["textbf:--rwrap;" if cell.is_bold else "" for cell in cells])
     frame = pd.DataFrame(texts, columns=range(len(names)))
     # pandas formats these: braces of a name would be fields.
@@ -139,7 +145,13 @@ def latex(table: Table) -> str:
     columns_of_text = 2 if has_groups else 1
     form = "l" * columns_of_text + "r" * (len(names) - columns_of_text)
     caption = _escape(" ".join([f"{table.title}.", *table.notes]))
-    return str(style.to_latex(hrules=True, caption=caption, label=label, column_format=form))
+    look: dict[str, Any] = {"caption": caption, "label": label, "column_format": form}
+    if sum(widths) <= NARROW:
+        return str(style.to_latex(hrules=True, **look))
+    text = str(style.to_latex(hrules=True, environment="table*", **look))
+    begin, end = "\\begin{tabular}", "\\end{tabular}"
+    text = text.replace(begin, f"\\resizebox{{\\textwidth}}{{!}}{{%\n{begin}", 1)
+    return text.replace(end, f"{end}}}", 1)
 
 
 def _escape(text: str) -> str:

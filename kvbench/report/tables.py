@@ -282,7 +282,8 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
     unit, many = group.meta.score_unit, len(names) > MOST_WITH_INTERVALS
     text = score_format(unit)
     columns = [Column(value, value, text, not many or value == AVERAGE) for value in names]
-    notes = (INTERVAL, *legend(table, columns), *_notes(group))
+    about = [note for note in _notes(group) if note not in (DIFFERENCE, TIMES)]
+    notes = (INTERVAL, *legend(table, columns), *about)
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 

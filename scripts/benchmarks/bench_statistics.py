@@ -1,6 +1,6 @@
 """How often the report's intervals hold the truth, and how often its marks are wrong: by simulation.
 
-    python scripts/benchmarks/bench_statistics.py [--studies 2000] [--out results/bench/statistics.csv]
+    python scripts/benchmarks/bench_statistics.py [--studies 2000] [--only family ratio] [--out CSV]
 
 Every figure is of the functions that the report itself calls; only the data are drawn here, from a
 seed. A row is printed for each figure; one that misses its bound is marked with !, and the exit status
@@ -33,7 +33,9 @@ from kvbench.report.stats import (
     Scores,
     compared,
     differences,
+    holm,
     mean_intervals,
+    paired,
 )
 
 SIZES = (10, 20, 50, 100, 300)
@@ -42,6 +44,8 @@ LONGBENCH = (2, 3, 5, 10, 20, 30, 50, 100, 150, 200, 200, 200, 300)
 LONGBENCH_LEVELS = (0.9, 0.1, 0.5, 0.3, 0.99, 0.2, 0.4, 0.6, 0.05, 0.7, 0.35, 0.45, 0.55)
 """Units and true means of 13 datasets."""
 METHODS = 7
+FAMILIES = tuple(itertools.product((7, 8, 22), (12, 30, 200), (0.0, 0.5)))
+"""Methods, prompts and correlations of the simulated studies of marks."""
 TWO = 20
 """Two equal methods are simulated this many times as often: one test comes close to its level of 5 %."""
 HOLDS, FALSE = 0.92, 0.05
@@ -67,15 +71,21 @@ class Figure:
         return f"{'' if self.kept else '!':1} {self.what:66} {self.share:6.1%}  {sign} {self.bound:.0%}"
 
 
-def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Every figure; those of power are of a quarter as many studies, those of two equal methods
-    of `TWO` times as many."""
-    yield from interval_figures(studies, sizes)
-    yield from difference_figures(studies, sizes)
-    yield from mark_figures(studies, sizes)
-    yield from average_mark_figures(studies)
-    yield from power_figures(studies // 4)
-    yield from enough_figures(studies)
+def figures(studies: int, only: Sequence[str] = ()) -> Iterator[Figure]:
+    """Every figure, or those of these kinds; those of power are of a quarter as many studies, those of
+    two equal methods of `TWO` times as many, those of families of twice as many."""
+    kinds = {
+        "interval": lambda: interval_figures(studies, SIZES),
+        "difference": lambda: difference_figures(studies, SIZES),
+        "mark": lambda: mark_figures(studies, SIZES),
+        "average_mark": lambda: average_mark_figures(studies),
+        "power": lambda: power_figures(studies // 4),
+        "family": lambda: family_figures(2 * studies),
+        "ratio": lambda: ratio_figures(studies),
+        "enough": lambda: enough_figures(studies),
+    }
+    for kind in only or kinds:
+        yield from kinds[kind]()
 
 
 def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -179,6 +189,75 @@ def power_figures(studies: int) -> Iterator[Figure]:
         yield Figure(name, float(np.mean(found)), 0.0)
 
 
+def family_figures(
+    studies: int, families: Sequence[tuple[int, int, float]] = FAMILIES
+) -> Iterator[Figure]:
+    """All pairs of right and wrong answers: how often any pair of equal methods differs significantly,
+    where all are equal and where the first half is worse; and, told without a bound, what share of the
+    worse half is told from the best, by the discrete form of Holm's method and by the usual one."""
+    for (methods, n, shared), level, loss in itertools.product(families, (0.6, 0.9), (0.0, 0.5)):
+        cell = (round(10 * share) for share in (shared, level, loss))
+        rng = np.random.default_rng([10, methods, n, *cell])
+        worse = methods // 2 if loss else 0
+        means = [level - loss] * worse + [level] * (methods - worse)
+        false, told = [], dict.fromkeys(("discrete", "usual"), 0.0)
+        for _ in range(studies // 500 or 1):
+            count = min(studies, 500)
+            for values in np.moveaxis(drawn(rng, n, means, shared, "0/1", count), 2, 0):
+                found = significant(values)
+                equal = [
+                    pair for pair in found["discrete"] if (pair[0] < worse) == (pair[1] < worse)
+                ]
+                false.append(bool(equal))
+                best = np.flatnonzero(values.sum(0) == values.sum(0).max())
+                for name, pairs in found.items():
+                    lost = {i for pair in pairs if set(pair) & set(best) for i in pair if i < worse}
+                    told[name] += len(lost) / max(worse, 1)
+        of = f"{methods} methods, n = {n}, mean {level}, correlation {shared}"
+        of += f", {worse} worse by {loss}" if worse else ""
+        room = 1.96 * np.sqrt(FALSE * (1 - FALSE) / len(false))  # the lower limit is at most 5 %
+        share = float(np.mean(false))
+        yield Figure(f"any pair of equal methods, {of}", share, float(FALSE + room), most=True)
+        for name, sum_of in told.items() if worse else ():
+            yield Figure(f"told from the best, {name} Holm, {of}", sum_of / len(false), 0.0)
+
+
+def significant(values: Array) -> dict[str, list[tuple[int, int]]]:
+    """The pairs of 0/1 scores [n, methods] whose adjusted p is below 5 %, by either form of Holm's
+    method."""
+    pairs = list(itertools.combinations(range(values.shape[1]), 2))
+    found = paired([scores(values)], pairs, fraction=True)
+    p = [one.p for one in found]
+    adjusted = {"discrete": holm(p, [one.discordant for one in found]), "usual": holm(p)}
+    return {
+        name: [pair for pair, x in zip(pairs, each, strict=True) if x < ALPHA]
+        for name, each in adjusted.items()
+    }
+
+
+def ratio_figures(studies: int) -> Iterator[Figure]:
+    """Two methods by the ratio of what is never negative: how often equal ones differ significantly, how
+    often an interval holds the truth, and, told without a bound, how often one of 12 times the other is
+    told from it, by the ratio and on the raw scale."""
+    rng = np.random.default_rng(11)
+    for n, sigma in itertools.product((12, 30, 100), (0.5, 1.0, 1.5)):
+        prompts = rng.normal(size=(studies, n, 1))
+        own = rng.normal(size=(studies, n, 2))
+        equal = np.exp(sigma * (prompts + own) / np.sqrt(2))
+        far = equal * [1.0, 12.0]
+        of = f"n = {n}, sigma {sigma}"
+        ratios = [paired([scores(table)], [(1, 0)], fraction=False)[0] for table in equal]
+        share = float(np.mean([one.p < ALPHA for one in ratios]))
+        yield Figure(f"two equal log-normal methods differ, {of}", share, FALSE, most=True)
+        share = float(np.mean([one.low <= 1.0 <= one.high for one in ratios]))
+        yield Figure(f"interval of the ratio of geometric means, {of}", share, HOLDS)
+        told = [paired([scores(table)], [(1, 0)], fraction=False)[0].p < ALPHA for table in far]
+        yield Figure(f"12 times as much told by the ratio, {of}", float(np.mean(told)), 0.0)
+        raw = differences([(far[:, :, 1] - far[:, :, 0]).T], reach=None)
+        share = float(np.mean([one.p < ALPHA for one in raw]))
+        yield Figure(f"12 times as much told on the raw scale, {of}", share, 0.0)
+
+
 def enough_figures(studies: int) -> Iterator[Figure]:
     """Coverage of the ratio from which on a method keeps 95 % of the exact cache's score."""
     rng = np.random.default_rng(6)
@@ -257,11 +336,14 @@ def marked(strata: Sequence[Scores], fraction: bool = True) -> set[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=2000, help="simulated studies a figure")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="kind", help="such as family ratio"
+    )
     parser.add_argument("--out", type=Path, help="CSV of every row")
     options = parser.parse_args()
     start = time.process_time()
     measured = []
-    for figure in figures(options.studies):
+    for figure in figures(options.studies, options.only):
         print(figure, flush=True)
         measured.append(figure)
     if options.out:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,13 @@ def test_markdown() -> None:
 
 
 def test_latex() -> None:
+    narrow = replace(TABLE, columns=TABLE.columns[:2])
+    assert latex(narrow).startswith("\\begin{table}\n\\caption")
     assert latex(TABLE) == (
-        "\\begin{table}\n"
+        "\\begin{table*}\n"
         "\\caption{Scores \\& more: 50 \\%. A note\\_1.}\n"
         "\\label{tab:a-name}\n"
+        "\\resizebox{\\textwidth}{!}{%\n"
         "\\begin{tabular}{llrr}\n"
         "\\toprule\n"
         " & method & score, \\% & count \\\\\n"
@@ -109,8 +113,8 @@ def test_latex() -> None:
         " & 1,234 \\\\\n"
         "other & =cmd$|$x & -- & 0 \\\\\n"
         "\\bottomrule\n"
-        "\\end{tabular}\n"
-        "\\end{table}\n"
+        "\\end{tabular}}\n"
+        "\\end{table*}\n"
     )
 
 
