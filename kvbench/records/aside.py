@@ -39,8 +39,9 @@ def aside_of(
 ) -> list[Aside]:
     """The runs of an experiment that are left aside.
 
-    Of each model the weights of the run that was started last are current, of each source file the code
-    that the last run with it had, and of each settings the run that was started last.
+    Of each model (its name, path, revision and tokenizer, as they were asked for) the weights of the run
+    that was started last are current, of each source file the code that the last run with it had, and of
+    each settings the run that was started last.
 
     Args:
         upcoming: runs that are about to start, by folder, as if they had.
@@ -51,14 +52,14 @@ def aside_of(
     order = sorted(known, key=lambda folder: _started(known[folder]))
     order = [*(folder for folder in order if folder not in (upcoming or {})), *(upcoming or {})]
     latest: dict[Any, Path] = {}  # by settings
-    weights: dict[str, Any] = {}  # by model
+    weights: dict[Any, Any] = {}  # by model
     source: dict[str, str] = {}
     for folder in order:
         identity = known[folder].get("identity") or {}
         latest[_key(folder, known[folder])] = folder
         source |= identity.get("source") or {}
         if identity.get("weights") is not None:
-            weights[folder.parts[-3]] = identity["weights"]
+            weights[_model(folder, known[folder])] = identity["weights"]
     found = []
     for folder, manifest in manifests.items():
         if folder in (upcoming or {}):
@@ -70,7 +71,7 @@ def aside_of(
             current = known[latest[_key(folder, manifest)]].get("identity") or {}
             why = _why(own, current) if latest[_key(folder, manifest)] != folder else ""
             now = {name: source[name] for name in own.get("source") or {}}
-            of_model = {"source": now, "weights": weights.get(folder.parts[-3], own.get("weights"))}
+            of_model = {"source": now, "weights": weights.get(_model(folder, manifest))}
             why = why or _why(own, {**own, **of_model})
         if why:
             found.append(_aside(folder, manifest, why))
@@ -132,7 +133,14 @@ def _settings(manifest: Manifest) -> Any:
 
 def _key(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
     """Of runs with the same model, task, method and settings, the last one counts."""
-    return (*folder.parts[-3:-1], manifest.get("method"), _settings(manifest))
+    model = _model(folder, manifest)
+    return model, folder.parts[-2], manifest.get("method"), _settings(manifest)
+
+
+def _model(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
+    """A model as it was asked for: two revisions of one name are no replacement of each other."""
+    asked = manifest.get("model_asked") or {}
+    return folder.parts[-3], *(asked.get(key) for key in ("path", "revision", "tokenizer"))
 
 
 def _started(manifest: Manifest) -> str:

@@ -204,7 +204,10 @@ class Job:
         """The names of the run of a label in its manifest, and what it is identified by."""
         identity = self.settings[label]
         settings_hash = config_hash(settings_alone(identity))
-        return {**self.names[label], "settings_hash": settings_hash, "identity": identity}
+        spec = self.session.spec
+        asked = {"path": spec.path, "revision": spec.revision, "tokenizer": spec.tokenizer}
+        hashes = {"settings_hash": settings_hash, "identity": identity}
+        return {**self.names[label], **hashes, "model_asked": asked}
 
     @cached_property
     def folders(self) -> dict[str, Path]:

@@ -15,6 +15,7 @@ import ast
 import base64
 import hashlib
 import io
+import site
 import subprocess
 import sys
 import tokenize
@@ -26,7 +27,6 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
-from sysconfig import get_path
 from types import FunctionType
 from typing import Any
 
@@ -195,7 +195,7 @@ def digest_of(content: bytes, suffix: str = ".py") -> str:
         white = {tokenize.INDENT, tokenize.NEWLINE}
         with suppress(SyntaxError, tokenize.TokenError):
             tokens = [
-                (token.type, "" if token.type in white else token.string)
+                (tokenize.tok_name[token.type], "" if token.type in white else token.string)
                 for token in tokenize.tokenize(io.BytesIO(content).readline)
                 if token.type not in left_out
             ]
@@ -253,8 +253,7 @@ def _is_shipped(file: Path) -> bool:
 @cache
 def _installed(file: Path) -> tuple[str, str] | None:
     """The name and version of the installed package whose list of files has this one as it is."""
-    for scheme in ("purelib", "platlib"):
-        place = Path(get_path(scheme)).resolve()
+    for place in _places():
         if file.is_relative_to(place):
             name = file.relative_to(place).as_posix()
             (top, *_) = name.partition("/")
@@ -264,6 +263,15 @@ def _installed(file: Path) -> tuple[str, str] | None:
                     if name in files and files[name] == _hash(file):
                         return package, distribution(package).version
     return None
+
+
+@cache
+def _places() -> list[Path]:
+    """The folders of installed packages, those of ``pip install --user`` and of an environment with the
+    system's packages among them."""
+    return [
+        Path(place).resolve() for place in (*site.getsitepackages(), site.getusersitepackages())
+    ]
 
 
 _distributions = cache(packages_distributions)

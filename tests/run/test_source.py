@@ -25,6 +25,7 @@ from kvbench.methods.base import Method
 from kvbench.records.aside import _why, aside_of, lines_of
 from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
+from kvbench.report.experiment import load_experiment
 from kvbench.run import source
 from kvbench.run.runner import run_job
 
@@ -138,7 +139,7 @@ def test_a_file_of_the_package_counts_where_it_is_not_as_in_the_commit(
         monkeypatch.setattr(source, "_unmodified", lambda unmodified=unmodified: unmodified)
         names = source.source_of(snapkv).keys()
         assert names == found if found is not None else {name, "kvbench.methods.snapkv"} <= names
-    monkeypatch.setattr(source, "get_path", lambda scheme: str(source.PACKAGE.parent))
+    monkeypatch.setattr(source, "_places", lambda: [source.PACKAGE.parent])
     monkeypatch.setattr(source, "_distributions", lambda: {"kvbench": ["kvbench"]})
     monkeypatch.setattr(source, "distribution", lambda package: type("D", (), {"version": "1"}))
     hashes = {f"kvbench/{path.relative_to(source.PACKAGE)}": source._hash(path) for path in ours}
@@ -331,6 +332,18 @@ def test_replaced_weights_are_another_run_and_another_path_is_not(tmp_path: Path
     (run,) = load_runs(tmp_path / "e")
     assert (len(run.records), run.manifest["identity"]["weights"]) == (4, "b")
     assert lines_of(aside_of(tmp_path / "e"))[0].startswith("2 records of other weights, ")
+
+
+def test_two_revisions_of_one_model_are_no_replacement_of_each_other(tmp_path: Path) -> None:
+    """A sweep over `model.revision` keeps the records of all, in rows of their own."""
+    job = make_job(tmp_path, {"exact": build_method("exact")}, limit=2)
+    for revision, weights in (("step1000", "a"), ("step2000", "b")):
+        other = with_session(job, spec=replace(job.session.spec, revision=revision))
+        vars(other.session)["weights"] = weights
+        run_job(other)
+    assert aside_of(tmp_path / "e") == []
+    variants = {label for group in load_experiment(tmp_path / "e").groups for label in group.labels}
+    assert variants == {"exact, weights a", "exact, weights b"}
 
 
 def test_a_changed_commit_of_one_version_is_said(
