@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.attention import step
+from support.kernel_reference import append, attention
 from support.method_layers import attend, make_layer, run
 from support.paths import GOLDEN
 from torch import Tensor
@@ -21,10 +22,8 @@ from kvbench.engine.captured import pointers_in
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.kept import entries_of
 from kvbench.engine.row import Row
-from kvbench.kernels.decode_attention import append_entries, weighted_decode_attention
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, pack, unpack
-from kvbench.kernels.row_pointers import pointers_of
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -160,8 +159,8 @@ def test_a_step_attends_to_what_packed_numbers_stand_for(scheme, n):
     assert cache.steps_by_kernel == (scheme is None)
     if scheme is None:
         table = pointers_in([cache], [0])
-        append_entries(table, [n], k[None, :, 0], v[None, :, 0])
-        out, _ = weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=0.25)
+        append(table, [n], k[None, :, 0], v[None, :, 0])
+        out, _ = attention(q[None, :, 0], table, [n + 1], scaling=0.25)
         outputs.append(out[0])
     else:
         keys = unpack(pack(keys[0], scheme, by_channel=True))[None]
@@ -350,8 +349,8 @@ def test_weights_multiply():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", [None, Quantization(4, 16), QJL(buffer=32), TurboQuant(bits=4)])
 def test_steps_in_half_precision_round_no_logit(scheme, dtype):
-    """Products that float16 does not hold, and logits of which bfloat16 would lose a tenth: a step, the
-    kernel's torch form and attention by blocks against float64 of what is held."""
+    """Products that float16 does not hold, and logits of which bfloat16 would lose a tenth: a step and
+    attention by blocks against float64 of what is held."""
     torch.manual_seed(0)
     n, dim, scaling = 96, 64, 3e-4
     q, keys, values = torch.randn(4, 1, dim), torch.randn(2, n + 1, dim), torch.randn(2, n + 1, dim)
@@ -374,9 +373,7 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     near = dict.fromkeys(("rtol", "atol"), 4e-3 if dtype == torch.bfloat16 else 5e-4)
     output = [step(cache, q, keys[:, n:], values[:, n:], torch.tensor([n]), scaling)]
     if scheme is None:
-        table = pointers_of([keys], [values])
-        output += [weighted_decode_attention(q[None, :, 0], table, [n + 1], scaling=scaling)[0][0]]
         blocks = exact_attention(q[None], keys[None], values[None], scaling=scaling, softcap=1e6)
-        output = [output[0], output[1][:, None], blocks[0]]
+        output.append(blocks[0])
     for out in output:
         torch.testing.assert_close(out.double(), expected, **near)
