@@ -25,7 +25,7 @@ from kvbench.engine import loading
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, answer_each, read
-from kvbench.engine.context import are_messages, decoder, token_ids
+from kvbench.engine.context import are_messages, decoder, stop_strings, token_ids
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
@@ -177,7 +177,7 @@ def compare(
     size: int | None = None,
     total_rate: float | None = None,
     max_new_tokens: int = 64,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     reference: str | Sequence[str] | Mapping[str, str] | None = None,
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
@@ -197,7 +197,7 @@ def compare(
         rate: the rate, or a list of rates.
         sink, window, size, total_rate, seed: as for `compress`.
         max_new_tokens: the largest number of tokens that are generated.
-        stop: generation ends when one of these strings appears; the text ends before it.
+        stop: generation ends when this string, or one of these, appears; the text ends before it.
         reference: the expected answer, or for several prompts a list or mapping with one for each.
             Without a reference there is no score.
         score: a function of text and reference; by default the share of the reference's words that occur
@@ -245,7 +245,7 @@ def compare(
     decode = decoder(tokenizer)
     acting = acting_options(model.generation_config) if generation_config else {}
     ends = end_token_ids(model, tokenizer)
-    stopping = Stopping(max_new_tokens, ends, tuple(stop), decode, processors=acting)
+    stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decode, processors=acting)
     pairs = [(share, label) for share in budgets for label in labelled]
     several_rates = len(budgets) > 1
     by_label = {
@@ -397,7 +397,7 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
-    if isinstance(methods, Mapping):
+    if isinstance(methods, Mapping) and methods:
         return {label: _method(method, {})[1] for label, method in methods.items()}
     several = [methods] if isinstance(methods, str) else methods
     made = [_method(method, {}) for method in several]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -132,7 +132,7 @@ class Context:
         question: Text,
         *,
         max_new_tokens: int = 64,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         keep: bool = False,
         generation_config: bool = True,
     ) -> Any:
@@ -142,7 +142,8 @@ class Context:
             question: what follows the context, as text (tokenised without special tokens) or ids. No
                 blank is added.
             max_new_tokens: the largest number of tokens of the answer.
-            stop: strings that end an answer, and are cut from it; they need a tokenizer.
+            stop: the string, or the strings, that end an answer and are cut from it; they need a
+                tokenizer.
             keep: whether the question and its answer are added to the cache.
             generation_config: whether the logits processors of the model's generation config act, as in
                 `generate` (``repetition_penalty`` and others; not those of sampling).
@@ -164,11 +165,13 @@ class Context:
         questions: Sequence[Text],
         *,
         max_new_tokens: int = 64,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         generation_config: bool = True,
     ) -> list[Any]:
         """Answer several questions as `ask` does. As many are decoded together as copies of the cache
         fit into half of the free memory."""
+        if isinstance(questions, str):
+            raise KVError(f"questions is the text {questions!r:.40}; allowed: a list of questions")
         ids = [self._question_ids(question) for question in questions]
         at_once = copies_at_once([self._row], len(ids), input_device(self.model))
         return [
@@ -221,7 +224,7 @@ class Context:
         self,
         questions: Sequence[Sequence[int]],
         max_new_tokens: int,
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         generation_config: bool,
     ) -> list[tuple[Any, Row]]:
         """Decode the answers to several questions (token ids) together.
@@ -244,7 +247,7 @@ class Context:
             ends = end_token_ids(model, tokenizer)
             decoding = decoder(tokenizer)
         acting = acting_options(model.generation_config) if generation_config else {}
-        stopping = Stopping(max_new_tokens, ends, tuple(stop), decoding, processors=acting)
+        stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decoding, processors=acting)
         # What ended the answer before belongs to the conversation.
         said = self._row.answer
         end = said.chosen[len(said.tokens) :]
@@ -284,6 +287,11 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The stop strings of an option that is one of them, or several; an empty one stops nothing."""
+    return tuple(one for one in ([stop] if isinstance(stop, str) else stop) if one)
+
+
 def token_ids(
     given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
 ) -> list[int]:
@@ -314,8 +322,9 @@ def token_ids(
             given = (
                 tokenizer(given) if special else PromptEncoder(tokenizer).encode_after(".", given)
             )
-    ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
-    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    ids = list(ids) if isinstance(ids, Iterable) else []
     if ids and isinstance(ids[0], list):
         if len(ids) > 1:
             raise KVError(f"{what} has {len(ids)} texts; allowed: one")

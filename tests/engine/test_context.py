@@ -123,6 +123,12 @@ def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:
         assert all(str(n) in answer for n, answer in zip(lines.values(), answers, strict=True))
         cut = context.ask(ask.format("calm-heron"), max_new_tokens=16, stop=["9"])
         assert "9" not in cut
+        # A text is one stop string, or one question: not its characters.
+        question = ask.format("calm-heron")
+        for stop, expected in (("03", answers[1].partition("03")[0]), ("31", answers[1])):
+            assert context.ask(question, max_new_tokens=16, stop=stop) == expected
+        with pytest.raises(KVError, match=r"questions is the text 'Tell me .*; allowed: a list"):
+            context.ask_all(question)
 
 
 TURNS = (
