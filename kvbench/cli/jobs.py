@@ -16,6 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import errors
 from kvbench.cli.config import Settings, explain, hydra_of_conf, job_config, sweep_of
 from kvbench.cli.construct import methods_of
+from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, checked
 from kvbench.records.durable import replace
@@ -101,6 +103,11 @@ class Jobs:
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
+        if len(self.names) > len(self.outcomes) == 1 and outcome.runs and config.shard is None:
+            # Somebody waits for a first number; the command prints the tables of all jobs at its end.
+            runs = [Path(run) for run in outcome.runs]
+            with suppress(BrokenPipeError):  # kvbench -m ... | head: the other jobs go on
+                print_scores(runs[0].parents[2], runs)
 
     def _run(self, config: DictConfig, typed: Sequence[str]) -> JobOutcome:
         since, settings = time.monotonic(), Settings.of(config)
