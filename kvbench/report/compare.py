@@ -19,7 +19,7 @@ import pandas as pd
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group
 from kvbench.report.frame import AVERAGE, comparisons, failures_of, failures_text, scores
-from kvbench.report.labels import as_text
+from kvbench.report.labels import as_text, flat, natural_order, short_name
 from kvbench.report.page import html
 from kvbench.report.render import PAGE_MARK, csv, write_text
 from kvbench.report.stats import ALPHA, NOTHING, holm
@@ -88,9 +88,37 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         if (group, variant) not in paired
     ]
     tables = [_task_table(part) for _, part in frame[last].groupby(["task", "model"], sort=False)]
+    differing = pd.DataFrame(settings_that_differ(first, second))
+    of_settings = Column("setting"), Column(SIDES[0]), Column(SIDES[1])
+    tables.insert(0, Table("settings", "Settings that differ", differing, of_settings))
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
     return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
+
+
+def settings_that_differ(first: Experiment, second: Experiment) -> list[dict[str, str]]:
+    """The settings that have other values in one experiment than in the other: a row for each dotted
+    key with the values of either, ``budget.rate``: 0.25; 0.5. Of methods and models the names."""
+    sides = []
+    for experiment in (first, second):
+        values: dict[str, set[str]] = {}
+        for run in experiment.runs:
+            identity = dict(run.manifest.get("identity") or {})
+            identity["method"] = str(run.manifest.get("method"))
+            identity["model"] = str(run.manifest.get("model"))
+            identity["code_revision"] = str(run.manifest.get("code_revision"))
+            for key, value in flat(identity).items():
+                values.setdefault(key, set()).add(value)
+        sides.append(
+            {key: ", ".join(sorted(own, key=natural_order)) for key, own in values.items()}
+        )
+    one, other = sides
+    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+    texts = [[short_name(side.get(key, "unset")) for side in sides] for key in keys]
+    return [
+        {"setting": key, SIDES[0]: mine, SIDES[1]: theirs}
+        for key, (mine, theirs) in zip(keys, texts, strict=True)
+    ]
 
 
 def matched_sides(mine: Sequence[Side], theirs: Sequence[Side]) -> list[tuple[Side, Side]]:

@@ -334,6 +334,13 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     which are best first: by the ratio that is enough, then by the score.
     """
     groups = [group for group in groups if len(totals(tidy(group)))]
+    protocols = list(dict.fromkeys(group.protocol for group in groups if group.protocol))
+    if len(protocols) > 1:
+        return [
+            replace(found, name=f"{found.name}-{protocol}")
+            for protocol in protocols
+            for found in overview_tables([group for group in groups if group.protocol == protocol])
+        ]
     rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
     several = [key for key in ("task", "at", "model") if key in rows and rows[key].nunique() > 1]
     if len(several) == 3:
@@ -358,9 +365,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
             unit, heading = group.meta.score_unit, ""
             if across == "task":
                 better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-                one = len({group.protocol for group in groups} - {""}) < 2
-                name = group.task if one else f"{group.task}{group.protocol_in_title}"
-                heading = f"{name}{metric_text(group)}{unit_text(unit)}{better}"
+                heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
             key = group.task if across == "task" else group.model
             by_key[key] = Column(key, heading, score_format(unit))
         columns = list(by_key.values())
@@ -392,8 +397,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     model = "" if "model" in several else groups[0].model
     task = "" if across == "task" else groups[0].task
     what = " on ".join(filter(None, [task, model])) or "all models"
-    protocols = {group.protocol_in_title for group in groups} - {""}
-    under = protocols.pop() if len(protocols) == 1 else ""
+    under = next((group.protocol_in_title for group in groups if group.protocol_in_title), "")
     shows = "all tasks" if across == "task" else f"score{unit_text(meta.score_unit)}"
     shown = with_values(table, (METHOD, *columns))
     lower = across == "task" and any(group.meta.lower_is_better for group in groups)

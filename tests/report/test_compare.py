@@ -72,6 +72,15 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
     assert shown(comparison.tables[-1]) == lacking
 
 
+def test_a_comparison_begins_with_the_settings_that_differ(both: tuple[Path, Path]) -> None:
+    settings, *_ = compared(*both).tables
+    assert settings.name == "settings"
+    assert shown(settings) == [
+        ["budget.rate", "0.25", "0.5"],
+        ["method", "h2o, snapkv, topk", "h2o, snapkv, uniform"],
+    ]
+
+
 def test_prompts_are_the_units_and_a_shown_change_is_bold(tmp_path: Path) -> None:
     """Twenty prompts of three records each: the interval is that of twenty means."""
     rng = np.random.default_rng(1)

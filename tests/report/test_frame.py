@@ -30,7 +30,7 @@ from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.loading import COLUMNS
 from kvbench.report.page import facts_of
 from kvbench.report.table import INTERVAL, LEGEND
-from kvbench.report.tables import pairs_table, score_table
+from kvbench.report.tables import overview_tables, pairs_table, score_table
 from kvbench.report.verdicts import verdict
 
 
@@ -388,6 +388,8 @@ def test_protocols_stand_in_tables_of_their_own(tmp_path: Path) -> None:
     assert [note in table.notes for table in tables] == [False, False, True]
     assert [named[i] in table.title for i, table in enumerate(tables)] == [True] * 3
     assert set(data(tables[0])["compress_after"]) == {"all_but_last"}
+    names = [table.name for table in overview_tables(experiment.groups)]
+    assert names == ["overview-recall_mini-prompt"], "of each protocol by itself"
     old = {"compress_after": "prompt", "task._target_": "kvbench.probes.fidelity.FidelityProbe"}
     write_run(tmp_path, experiment="old", records=RECORD, options=old)
     assert group_of(tmp_path / "old").protocol == "all_but_last"
