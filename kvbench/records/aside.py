@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -54,10 +54,12 @@ def aside_of(
     latest: dict[Any, Path] = {}  # by settings
     weights: dict[Any, Any] = {}  # by model
     source: dict[str, str] = {}
+    of_classes: dict[Any, Mapping[str, str]] = {}
     for folder in order:
         identity = known[folder].get("identity") or {}
         latest[_key(folder, known[folder])] = folder
-        source |= identity.get("source") or {}
+        own_source = of_classes[_classes(folder, known[folder])] = identity.get("source") or {}
+        source |= own_source
         if identity.get("weights") is not None:
             weights[_model(folder, known[folder])] = identity["weights"]
     found = []
@@ -70,7 +72,7 @@ def aside_of(
             own = manifest.get("identity") or {}
             current = known[latest[_key(folder, manifest)]].get("identity") or {}
             why = _why(own, current) if latest[_key(folder, manifest)] != folder else ""
-            now = {name: source[name] for name in own.get("source") or {}}
+            now = {name: source[name] for name in of_classes[_classes(folder, manifest)]}
             of_model = {"source": now, "weights": weights.get(_model(folder, manifest))}
             why = why or _why(own, {**own, **of_model})
         if why:
@@ -141,6 +143,24 @@ def _model(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
     """A model as it was asked for: two revisions of one name are no replacement of each other."""
     asked = manifest.get("model_asked") or {}
     return folder.parts[-3], *(asked.get(key) for key in ("path", "revision", "tokenizer"))
+
+
+def _classes(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
+    """What decides which files a run's code has; one of kvbench is among them only while it is
+    edited."""
+    identity = manifest.get("identity") or {}
+    names = [*_named(identity.get("method")), *_named(identity.get("task"))]
+    return folder.parts[-2], manifest.get("method"), *sorted(set(names))
+
+
+def _named(config: Any) -> Iterator[str]:
+    """The classes, and the metric, that a config names at any depth."""
+    if isinstance(config, Mapping):
+        yield from (str(config[key]) for key in ("_target_", "metric") if key in config)
+        config = list(config.values())
+    if isinstance(config, list | tuple):
+        for part in config:
+            yield from _named(part)
 
 
 def _started(manifest: Manifest) -> str:

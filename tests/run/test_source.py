@@ -281,8 +281,16 @@ def test_what_is_current_is_current_for_all_settings_and_methods(tmp_path: Path)
         ("other-b", "mine-d"), "an earlier helper.py"
     )
     assert _why({"source": {"lab/fast.so": "1"}}, {}) == "an earlier lab/fast.so"
+    start("snapkv", "g", "w", {}, "05T01")  # as shipped, then edited, then put back
+    for code, hash_, started, why in (
+        ({"kvbench.methods.snapkv": "1"}, "h", "05T02", {"snapkv-g": "an earlier snapkv.py"}),
+        ({}, "i", "05T03", {"snapkv-h": "an earlier snapkv.py"}),
+    ):
+        start("snapkv", hash_, "w", code, started)
+        own = {run.folder.name: run.why for run in aside_of(tmp_path / "e")}
+        assert {name: own[name] for name in own if "snapkv" in name} == why
     start("exact", "f", "x", {}, "06")
-    assert len(aside_of(tmp_path / "e")) == 5, "all of the other weights"
+    assert len(aside_of(tmp_path / "e")) == 8, "all of the other weights"
 
 
 def test_rerun_moves_records_away_and_shards_move_their_own(tmp_path: Path) -> None:
