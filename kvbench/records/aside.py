@@ -40,8 +40,9 @@ def aside_of(
     """The runs of an experiment that are left aside.
 
     Of each model (its name, path, revision and tokenizer, as they were asked for) the weights of the run
-    that was started last are current, of each source file the code that the last run with it had, and of
-    each settings the run that was started last.
+    that was started last are current, of each source file the code that the last run with it had, of each
+    method and task the files that were in the code of their last run, and of each settings the run that
+    was started last.
 
     Args:
         upcoming: runs that are about to start, by folder, as if they had.
