@@ -40,9 +40,9 @@ def aside_of(
     """The runs of an experiment that are left aside.
 
     Of each model (its name, path, revision and tokenizer, as they were asked for) the weights of the run
-    that was started last are current, of each source file the code that the last run with it had, of each
-    method and task the files that were in the code of their last run, and of each settings the run that
-    was started last.
+    that was started last are current, of each source file the code that the last run with it had, of
+    each method and task the files that were in the code of their last run, and of each settings the run
+    that was started last.
 
     Args:
         upcoming: runs that are about to start, by folder, as if they had.
@@ -150,18 +150,20 @@ def _classes(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
     """What decides which files a run's code has; one of kvbench is among them only while it is
     edited."""
     identity = manifest.get("identity") or {}
-    names = [*_named(identity.get("method")), *_named(identity.get("task"))]
-    return folder.parts[-2], manifest.get("method"), *sorted(set(names))
+    texts = {*_texts(identity.get("method")), *_texts(identity.get("task"))}
+    return folder.parts[-2], manifest.get("method"), *sorted(texts)
 
 
-def _named(config: Any) -> Iterator[str]:
-    """The classes, and the metric, that a config names at any depth."""
-    if isinstance(config, Mapping):
-        yield from (str(config[key]) for key in ("_target_", "metric") if key in config)
-        config = list(config.values())
-    if isinstance(config, list | tuple):
+def _texts(config: Any) -> Iterator[str]:
+    """The texts in a config at any depth: names of classes, inner methods, metrics and data sets."""
+    if isinstance(config, str):
+        yield config
+    elif isinstance(config, Mapping):
+        for part in config.values():
+            yield from _texts(part)
+    elif isinstance(config, list | tuple):
         for part in config:
-            yield from _named(part)
+            yield from _texts(part)
 
 
 def _started(manifest: Manifest) -> str:
