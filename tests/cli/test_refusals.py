@@ -62,6 +62,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["prune"], "kvbench prune has nothing; allowed: an experiment's folder"),
     (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of them"),
     (["limit=auto"], "limit is 'auto'; allowed: "),
+    (["rerun=yes"], "rerun is 'yes'; allowed: true or false"),
     (
         ["logger=wandb", "logger.mode=sometimes"],
         "logger.mode is 'sometimes'; allowed: 'auto', 'online', 'offline'",

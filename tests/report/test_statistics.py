@@ -34,7 +34,6 @@ from kvbench.report.stats import (
     mean_intervals,
     means,
     median_of,
-    prompts_to_tell,
 )
 
 
@@ -384,14 +383,3 @@ def test_equal_methods_are_seldom_marked_and_a_worse_one_is() -> None:
     means = [0.6] * 6 + [0.5]
     found = [6 in bench.marked([bench.answers(rng, 300, means, 0.7)]) for _ in range(12)]
     assert np.mean(found) >= 0.6
-
-
-def test_prompts_that_would_tell_are_those_at_which_the_interval_leaves_zero() -> None:
-    change = Estimate(0.1, -0.1, 0.3)  # of two methods: twice as wide as the difference
-    strata = [bench.scores(np.zeros((25, 2)))]
-    assert prompts_to_tell(change, strata, of=2) == pytest.approx(100)
-    assert prompts_to_tell(change, strata, of=3) > 100  # three tests
-    assert prompts_to_tell(Estimate(0.0, -0.1, 0.1), strata, of=2) == math.inf
-    assert prompts_to_tell(Estimate(0.5, 0.4, 0.6), strata, of=2) == 10, (
-        "with fewer there is no test"
-    )
