@@ -52,7 +52,7 @@ def measure(tokens: int, runs: int) -> None:
                 read(*given)
                 passes.append(time.process_time() - start)
 
-            options = {} if name == "exact" else {"instructed": False}
+            options: dict[str, Any] = {} if name == "exact" else {"instructed": False}
             row = Row(name, build_method(name, **options), Budget(rate=0.25), 0, "x")
             reset_peak(CPU)
             start = time.process_time()
