@@ -24,7 +24,7 @@ from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Sto
 from kvbench.engine.decode import draws_of, fail_late, feed, pick, refuse_crossing, take
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import Reading, prefill
-from kvbench.engine.rotary import shares_table
+from kvbench.engine.rotary import crossing, shares_table
 from kvbench.engine.row import Row, rows_of
 from kvbench.engine.steps import Steps
 from kvbench.errors import UserError
@@ -282,6 +282,9 @@ def score(
     pairs = [
         (row, tokens) for row in reading.rows if row.failure is None for tokens in continuations
     ]
+    longest = len(reading.lead) + max(map(len, continuations), default=1) - 1
+    if any(crossing(model.config, row.tokens, longest, row.table_of) for row, _ in pairs[:1]):
+        batch_rows = 1  # a continuation that crosses fails alone: none is padded to its length
     for begin in range(0, len(pairs), batch_rows):
         batch = [
             (row if len(continuations) == 1 else row.clone(), tokens)

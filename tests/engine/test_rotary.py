@@ -119,6 +119,9 @@ def test_an_answer_that_would_cross_is_refused():
     reading = scoring.read(model, prompt_ids(60), METHODS, seed=0, name="x", held_back=1, room=20)
     found = scoring.score(model, reading, [prompt_ids(20)])
     assert all("cross 64" in str(scored.failure) for [scored] in found.values())
+    reading = scoring.read(model, prompt_ids(60), METHODS, seed=0, name="x", held_back=1, room=20)
+    found = scoring.score(model, reading, [prompt_ids(3), prompt_ids(20)])["exact"]
+    assert [scored.failure is None for scored in found] == [True, False], "the long one alone"
     small = {"r": (Repeats(), Budget(sink=0, window=0))}
     prompt = Prompt.of((), prompt_ids(50), small, Stopping(1), "x")
     failure = generate_each(model, [prompt], seed=0)[0]["r"].failure
