@@ -102,5 +102,5 @@ def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(tmp_path
             assert len(small.within_limit[0].record_ids) == sampling.samples
         result = run_job(small)
         assert (result.failed, result.written > 0) == (0, True), name
-    with pytest.raises(KVError, match="has no context; allowed: prompt"):
+    with pytest.raises(KVError, match="has no context; allowed: all_but_last"):
         job("gsm8k", "compress_after=context").items  # noqa: B018
