@@ -300,8 +300,3 @@ class PromptEncoder:
         if not plain or plain[0] not in with_special:
             return []
         return list(with_special[: with_special.index(plain[0])])
-
-    @property
-    def overhead(self) -> int:
-        """The tokens around the user's text."""
-        return len(self.prefix_ids) + len(self.suffix_ids)

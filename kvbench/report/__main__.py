@@ -1,8 +1,8 @@
 """``kvbench-report``: rebuild an experiment's report, compare two experiments, or link several.
 
 With one folder, tables, figures and the page are written into it again, from its records alone; into a
-folder of kvbench claims, the page of its claims. With two, what changed from the first to the second is
-printed, and written as compare.html and .csv. With three or more, or with --index, each report is
+folder of scripts/claims.py, the page of its claims. With two, what changed from the first to the second
+is printed, and written as compare.html and .csv. With three or more, or with --index, each report is
 rebuilt where there are records, and index.html beside them links all: kvbench-report results/*
 """
 

@@ -2,7 +2,7 @@
 
 SubGen (arXiv 2402.06082), Theorem 1, keeps it within a factor 1 +- eps; nothing is printed about it.
 
-    kvbench claims model=<any> claims=S3      runs it (results/claims.yaml)
+    python scripts/claims.py model=<any> claims=S3      runs it (results/claims.yaml)
     python scripts/papers/normaliser.py model=recall_mini limit=1
 """
 

@@ -173,7 +173,8 @@ def test_a_model_that_cannot_be_run_is_refused_by_its_config(
 
 
 def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():
-    assert tokenizer(RECALL.path)().overhead == 0
+    plain = tokenizer(RECALL.path)()
+    assert not plain.prefix_ids + plain.suffix_ids
 
     class WithBos:
         chat_template = None
@@ -196,7 +197,7 @@ def test_a_chat_template_goes_around_the_prompt():
     around = (encoder.decode(encoder.prefix_ids), encoder.decode(encoder.suffix_ids))
     assert around == ("user: ", "\nbot:")
     bare = prompt_encoder(with_template(template), spec("x", chat_template="never")())
-    assert bare.overhead == 0
+    assert not bare.prefix_ids + bare.suffix_ids
 
 
 OPENS, CLOSES = "<think>\n", "<think>\n\n</think>\n\n"

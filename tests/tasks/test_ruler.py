@@ -158,7 +158,7 @@ def test_prompts_fit_any_tokenizer_and_use_the_length(tokenizer: Any) -> None:
     length = 3000 if isinstance(tokenizer, Words) else 24_000
     encoder = PromptEncoder(tokenizer, prefix_ids=(1,) * 30)
     for example in made(encoder=encoder, tasks=GENERATED, lengths=[length], num_examples=1):
-        tokens = len(tokenizer.encode(prompt(example))) + encoder.overhead
+        tokens = len(tokenizer.encode(prompt(example))) + len(encoder.prefix_ids)
         assert len(ids_of(example)) == tokens
         assert 0.93 * length <= tokens + example.max_new_tokens <= length
 
