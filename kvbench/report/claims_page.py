@@ -1,4 +1,4 @@
-"""The page of the claims that ``scripts/claims.py`` decided: each with its verdict, then each comparison.
+"""The page of the claims that ``scripts/claims.py`` decided: each with its verdict, then comparisons.
 
 In: claims.csv of a folder, a row for each comparison. Out: report.html in that folder.
 """
