@@ -87,25 +87,22 @@ LINES = $(KVBENCH) results_dir=$(RESULTS) logger=none model=recall_mini experime
 export LONGEVAL ESSAYS LONGBENCH
 results: RESULTS = results
 results: results-leaderboard results-needles results-instructions results-papers results-claims results-lines ## results/ as committed: a real model's tables, lines of the shipped one; README's tables
-	for name in leaderboard solved context ruler frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	for name in leaderboard context ruler frontier instructions figure4 table1 lines; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
 # Settings are those of conf/parts/*/_results_*.yaml.
 results-leaderboard: setup
-	$(REAL) experiment=leaderboard task=_results_layer_error '~methods.kvzip' '~methods.kvzip_turboquant' '~methods.solved' '~methods.solved_turboquant' '~methods.kvzip_plus' '~methods.kvgrad'
-	$(REAL) experiment=frontier task=_results_layer_error
 	$(BOTH) experiment=leaderboard task=_results_fidelity
-	$(REAL) experiment=leaderboard task=_results_needle $(RATES)
+	$(REAL) experiment=leaderboard task=_results_layer_error $(foreach name,kvzip kvzip_plus kvgrad kvzip_turboquant solved solved_turboquant solved_kvzip_plus solved_kvgrad,'~methods.$(name)')
 	$(BOTH) experiment=leaderboard experiment_name=ruler task=_results_ruler $(RATES)
+	$(REAL) experiment=frontier task=_results_layer_error
 
 # Methods that read a prompt twice are meant for compress_after=context, which has tables of its own.
+TWICE = 'method=[exact,snapkv,uniform,kvzip,kvzip_plus,kvgrad,solved]' \
+  $(foreach name,kvzip_turboquant solved_turboquant solved_snapkv solved_h2o solved_adakv solved_balancekv,'~methods.$(name)')
 results-needles: setup
 	$(BOTH) experiment=leaderboard task=_results_needles $(RATES)
-	$(BOTH) experiment=solved task=_results_needles $(RATES)
-	$(BOTH) experiment=solved task=_results_fidelity
-	$(BOTH) experiment=solved experiment_name=context task=_results_needles compress_after=context \
-	  'method=[exact,kvzip,kvzip_plus,kvgrad,solved,snapkv,uniform]' \
-	  '~methods.solved_snapkv' '~methods.solved_h2o' '~methods.solved_adakv' '~methods.solved_balancekv' $(RATES)
+	$(BOTH) experiment=leaderboard experiment_name=context task=_results_needles compress_after=context $(TWICE) $(RATES)
 
 results-instructions: setup
 	$(REAL) experiment=instructions batch_size=6
