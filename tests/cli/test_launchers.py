@@ -224,7 +224,7 @@ def check_all_well(command: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_the_command(tmp_path: Path, signal_: signal.Signals) -> None:
     command = [*SMALL[:-1], "task.num_examples=200", "launcher=gpus", "launcher.workers=2"]
     parent = start(*command, f"results_dir={tmp_path}", start_new_session=True)

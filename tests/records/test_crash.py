@@ -1,21 +1,17 @@
-"""What killed processes, power cuts and full disks may leave in a run's folder, and what the next
-reader and the next job make of it."""
+"""What power cuts and full disks may leave in a run's folder, and what the next reader and the next job
+make of it. Killed processes: tests/run/test_signals.py."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import random
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.fork_server import ForkServer
 from support.jobs import make_job, records_of
-from support.stores import fill, make_record, rows_below
+from support.stores import fill, make_record
 
 from kvbench.methods import build_method
 from kvbench.records import durable
@@ -98,60 +94,6 @@ def test_a_file_that_was_removed_is_not_written(tmp_path: Path) -> None:
         records.path.unlink()
         with pytest.raises(StoreError, match=r"cannot use .*records.jsonl: No such file"):
             records.append(make_record("b"))
-
-
-# Kills.
-
-
-def start_and_kill(server: ForkServer, folder: Path, draw: random.Random, seconds: float) -> int:
-    """Start a job, which takes so many seconds, to be killed: half of the time anywhere in its code and
-    else at or in a change that it makes to the disk. Its exit status, 0 where it ended first."""
-    if draw.random() < 0.5:
-        child = server.job(folder)
-        time.sleep(draw.uniform(0.0, seconds))
-        if child.running():
-            child.signal(signal.SIGKILL)
-    else:
-        child = server.job(folder, (int(draw.expovariate(1 / 12)), draw.random()))
-    status = child.wait()
-    assert status in (0, -signal.SIGKILL), child.err.read_text()
-    return status
-
-
-def check_finished(folder: Path) -> None:
-    """A job that finished left a manifest in each run's folder and no temporary file."""
-    assert not list(folder.glob("e/*/*/*/.*.new"))
-    for path in folder.glob("e/*/*/*/manifest.json"):
-        assert json.loads(path.read_text())["method"] == path.parent.name[:-9]
-
-
-@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_kill_points(server: ForkServer, tmp_path: Path, count: int) -> None:
-    """So many jobs are killed, each in the folder that earlier kills left. At any time the records are
-    the first ones of an undisturbed job's; when a job finishes, they are all of them."""
-    draw = random.Random(count)
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    begin = time.monotonic()
-    assert server.job(undisturbed).wait() == 0
-    seconds = time.monotonic() - begin
-    expected = rows_below(undisturbed)
-    kills = finished = 0
-    while kills < count or finished == 0:
-        folder = tmp_path / str(finished)
-        folder.mkdir(exist_ok=True)
-        if kills < count:
-            status = start_and_kill(server, folder, draw, seconds)
-        else:
-            status = server.job(folder).wait()
-        records = rows_below(folder)
-        for name, rows in records.items():
-            assert rows == expected[name][: len(rows)]
-        if status == 0:
-            assert records == expected
-            check_finished(folder)
-        finished += status == 0
-        kills += status != 0
 
 
 # Manifests of other versions.

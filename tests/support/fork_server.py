@@ -12,9 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from unittest.mock import patch
 PRELOADED = (
     *("kvbench.cli.main", "kvbench.cli.build", "kvbench.report.build", "kvbench.report.render"),
     *("kvbench.report.figures", "kvbench.report.page", "kvbench.tasks.longeval_lines"),
-    *("kvbench.run.preview", "support.jobs", "transformers.models.llama.modeling_llama"),
+    *("kvbench.run.preview", "transformers.models.llama.modeling_llama"),
 )
 
 
@@ -61,51 +60,38 @@ class ForkServer:
         *arguments: str,
         stall: tuple[str, int] | None = None,
         slow_exit: bool = False,
-        env: Mapping[str, str] | None = None,
     ) -> Child:
         """The command line in `folder`; `stall` and `slow_exit` are those of the function `stall`."""
-        return self._start(
-            folder, {"main": list(arguments), "stall": stall, "slow_exit": slow_exit, "env": env}
-        )
-
-    def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
-        """A small job on a tiny model, results below `folder`; `kill` is what `die_at` is given."""
-        return self._start(folder, {"job": str(folder), "kill": kill})
-
-    def _start(self, folder: Path, what: dict[str, Any]) -> Child:
         self._children += 1
         out, err = (folder / f".{name}-{self._children}" for name in ("out", "err"))
-        request = {**what, "cwd": str(folder), "out": str(out), "err": str(err)}
-        process = self._context.Process(target=_child, args=(request,))
+        what = (arguments, folder, out, err, stall, slow_exit)
+        process = self._context.Process(target=_child, args=what)
         process.start()
         return Child(process, out, err)
 
 
-def _child(request: dict[str, Any]) -> None:
-    """Run what is asked for and end; never returns."""
+def _child(
+    arguments: Sequence[str],
+    folder: Path,
+    out: Path,
+    err: Path,
+    stalled: tuple[str, int] | None,
+    slow_exit: bool,
+) -> None:
+    """Run the command line and end; never returns."""
     status = 1
     try:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.chdir(request["cwd"])
-        if "main" in request:
-            os.environ.update(request["env"] or {})
-            from kvbench.cli.main import main
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(folder)
+        from kvbench.cli.main import main
 
-            if request["stall"] is not None:
-                stall(*request["stall"], request["slow_exit"])
-            sys.argv = ["kvbench"]
-            main(request["main"])
-        else:
-            from kvbench.run.runner import run_job
-            from support.jobs import make_job
-
-            if request["kill"] is not None:
-                die_at(*request["kill"])
-            run_job(make_job(Path(request["job"])))
-            status = 0
+        if stalled is not None:
+            stall(*stalled, slow_exit)
+        sys.argv = ["kvbench"]
+        main(list(arguments))
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 0
     except BaseException:  # noqa: BLE001 - the test that asked for it reads what it was
@@ -134,23 +120,6 @@ def stall(name: str, count: int, slow_exit: bool) -> None:
                 time.sleep(600)
 
     setattr(pkgutil.resolve_name(place), function, stalled)
-
-
-def die_at(count: int, share: float) -> None:
-    """Make this process kill itself at the `count`-th change (from 0) that it makes to the disk, after
-    that share of its bytes if it is a write."""
-    left = itertools.count(-count)
-
-    def deadly(real: Any, *arguments: Any, **named: Any) -> Any:
-        if next(left) == 0:
-            if real.__name__ == "write":
-                handle, data = arguments
-                real(handle, data[: int(share * len(data))])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **named)
-
-    for name in ("write", "fsync", "ftruncate", "replace", "open", "mkdir"):
-        setattr(os, name, partial(deadly, getattr(os, name)))
 
 
 if multiprocessing.current_process().name == "MainProcess" and "pytest" not in sys.modules:
