@@ -256,20 +256,15 @@ def test_other_protocols_are_refused_where_a_door_has_them_not(tmp_path: Path) -
 OFFLINE: dict[str, tuple[str, ...]] = {
     "longeval_lines": ("task.num_lines=[6]",),
     "longeval_lines_context": ("task.num_lines=[6]",),
-    "longeval_redundant": ("task.num_lines=[8]",),
-    "key_value": ("task.num_pairs=[3]",),
-    "passkey": ("task.lengths=[200]",),
-    "number_string": ("task.lengths=[200]",),
-    "needle": ("task.lengths=[250]",),
     "needle_questions": ("task.lengths=[300]",),
     "ruler": ("task.lengths=[600]", "task.tasks=[niah_single_1]"),
 }
-"""Tasks that generate their data, small."""
+"""A prompt of one part, a context, several questions about one, and a prompt that opens the answer."""
 ENDS = ("budget.sink=2", "budget.window=2")
 
 
 @pytest.mark.parametrize("task", OFFLINE)
-def test_the_first_token_of_every_task_comes_from_the_compressed_cache(
+def test_the_first_token_of_a_task_comes_from_the_compressed_cache(
     task: str, first_logits: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
     words = ("model=recall_mini", "method=[exact,uniform]", "logger=none", "limit=1", *ENDS)
@@ -285,22 +280,15 @@ def test_the_first_token_of_every_task_comes_from_the_compressed_cache(
             assert nats(exact, seen[label]) > 1
 
 
-KINDS: dict[str, list[tuple[str, str]]] = {
-    "letter": [("The door is green.", "B"), ("The lamp is red.", "A"), ("The cup is grey.", "C")],
-    "yes or no": [("It rains today.", "yes"), ("The shop is shut.", "no"), ("All is well.", "yes")],
-    "digits": [("The price is 4 coins.", "4"), ("Ann has 7 geese.", "7"), ("Room 2 is free.", "2")],
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_method_whose_values_are_noise_answers_own_rows_by_chance(
-    kind: str, tmp_path: Path, first_logits: list[dict[str, Tensor]]
+    tmp_path: Path, first_logits: list[dict[str, Tensor]]
 ) -> None:
     """What exact answers is asked for: under the papers' protocol noise knows it, under the default it
     does not."""
+    asked = [("The price is 4 coins.", "4"), ("Ann has 7 geese.", "7"), ("Room 2 is free.", "2")]
     rows = [
-        {"context": f"{text} " * 12, "question": f"{kind}? ", "answers": [answer]}
-        for text, answer in KINDS[kind]
+        {"context": f"{text} " * 12, "question": "Which number? ", "answers": [answer]}
+        for text, answer in asked
     ]
     file = tmp_path / "own.jsonl"
     write_lines(file, rows)

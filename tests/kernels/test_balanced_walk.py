@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.interpreted import DEVICE
 from support.kernels import BRAIN, FLOAT, FULL_SIZE, HALF, both, generator, put
-from support.method_layers import walk_by_definition
 from torch import Tensor
 
 from kvbench.kernels import balanced_walk
@@ -165,39 +162,6 @@ def test_walk_over_equal_keys_and_strided_ones(implementation):
     strided = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as a model leaves them
     signs = balanced_walk.balanced_walk(strided, wide[..., :16], index, uniforms, **options)
     assert torch.equal(signs, balanced_walk.balanced_walk(keys, values, index, uniforms, **options))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_walk_in_float64_is_the_definition(seed, monkeypatch):
-    """Sign by sign, whatever the tiles."""
-    dice, g = random.Random(seed), generator(seed)
-    for _ in range(5):
-        b, blocks, d = dice.randint(2, 40), dice.randint(1, 4), dice.randint(1, 9)
-        centre = dice.choice(["mean", "released", "none"])
-        scale = 0.6 * dice.choice([1.0, 30.0, 1e3])
-        keys = scale * torch.randn(blocks * b, d, generator=g, dtype=torch.float64)
-        values = 0.5 * torch.randn(blocks * b, d + 1, generator=g, dtype=torch.float64)
-        values = values if dice.random() < 0.5 else None
-        index = torch.randperm(blocks * b, generator=g).view(blocks, b)
-        uniforms = torch.rand(blocks, b, generator=g)
-        counts = torch.randint(0, b + 1, (blocks,), generator=g)
-        weights = 2.0 ** torch.randint(0, 4, (blocks, b), generator=g).double()
-        options = {"gamma": dice.choice([0.01, 0.1, 4.0]), "offset": 0.025, "centre": centre}
-        options["temperature"] = dice.choice([0.0, 0.5, 1.0])
-        options["beta"] = dice.choice([0.0, 0.7, -0.4])
-        tiles = dice.choice([(1, 1, 1), (3, 2, 16), (128, 8, 64)])
-        for name, value in zip(("GROUP", "CHUNK", "STRIP"), tiles, strict=True):
-            monkeypatch.setattr(balanced_walk, name, value)
-        more = {"counts": counts, "weights": weights, **options}
-        positive = balanced_walk.balanced_walk(keys, values, index, uniforms, **more)
-        for block, n in enumerate(counts.tolist()):
-            if n:
-                rows = index[block, :n]
-                v = None if values is None else values[rows] * weights[block, :n, None]
-                expected = walk_by_definition(
-                    keys[rows], v, uniforms[block], padded=b - n, **options
-                )
-                np.testing.assert_array_equal(positive[block, :n].numpy(), expected)
 
 
 def test_walk_of_large_values_is_that_in_float64():

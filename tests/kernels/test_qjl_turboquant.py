@@ -197,36 +197,6 @@ def test_qjl_inner_products(orthogonal, unbias, bias):
     torch.testing.assert_close(other.dot(query), block.dot(query))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("outliers", "m_out"), [(0, 0), (3, 24)])
-def test_qjl_by_definition(outliers, m_out, dtype):
-    """sqrt(pi / 2) / m |k| <q S, sign(k S)>, that of the outlier channels beside the others'."""
-    generator = torch.Generator().manual_seed(1)
-    keys = (3 * torch.randn(2, 8, 16, generator=generator)).to(dtype)
-    query = torch.randn(2, 5, 16, generator=generator)
-    projection = torch.randn(16, 32, generator=generator)
-    scheme = QJL(m=32, m_out=m_out or 8, outliers=outliers, group=4, buffer=4)
-    block = pack_keys(keys, projection=projection, m_out=m_out, scheme=scheme)
-    expected = torch.zeros(2, 5, 8, dtype=torch.float64)
-    for head in range(2):
-        for i in range(8):
-            group = keys[head, i // 4 * 4 : i // 4 * 4 + 4].double()
-            out = torch.zeros(16, dtype=torch.bool)
-            out[group.square().sum(0).topk(outliers).indices] = True
-            norm = block.norms.double()[head, i // 4, i % 4]
-            parts = [(~out, projection.double(), norm)]
-            if outliers:
-                outer = block.outlier_norms.double()[head, i // 4, i % 4]
-                inner = (norm.square() - outer.square()).sqrt()
-                parts = [(~out, projection.double(), inner)]
-                parts += [(out, projection[:, :m_out].double(), outer)]
-            for channels, s, length in parts:
-                signs = ((keys[head, i].double() * channels) @ s > 0).double() * 2 - 1
-                product = (query[head].double() * channels) @ s @ signs
-                expected[head, :, i] += length * product / s.shape[1] * math.sqrt(math.pi / 2)
-    torch.testing.assert_close(block.dot(query).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("unbias", [False, True])
 def test_the_bias_of_orthogonal_sketches_is_divided_out_only_with_unbias(orthogonal, unbias):

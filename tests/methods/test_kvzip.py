@@ -458,23 +458,6 @@ def test_gradients_in_16_bits_are_near_those_of_32_and_may_overflow():
     assert "hidden states of layer 0 are not finite" in str(row.failure)
 
 
-@pytest.mark.parametrize("name", ["kvzip_plus", "kvgrad"])
-@pytest.mark.parametrize("around", [None, "solved"])
-def test_in_4_bits_and_around_values_that_are_solved_for(name, around):
-    model = tiny_model("llama")
-    options: dict[str, Any] = {"chunk": 64, "instructed": False}
-    quantize = {"bits": 4, "group_size": 8}
-    if around is None:
-        method = build_method(name, quantize=quantize, **options)
-    else:
-        method = build_method(around, of=name, options=options, quantize=quantize)
-    ids = prompt_ids(120)
-    with compress(model, method, rate=0.3, sink=5, window=4) as session:
-        context = session.read(ids)
-        assert context.entries["mean"] <= session.budget.capacity(120)
-        assert len(context.ask(prompt_ids(9, seed=3), max_new_tokens=5)) == 5
-
-
 def test_kvgrad_is_kvzip_by_another_name_and_refuses_what_it_cannot_read():
     ids = prompt_ids(120)
     _, row, *_ = read(build_method("kvgrad"), ids)

@@ -26,7 +26,7 @@ MORE = [
     ("kvzip", {"chunk": 50, "instructed": False}),
     ("kvzip", {"level": "uniform", "instructed": False, "quantize": PACKED}),
     ("kvzip", {"score": "plus", "chunk": 50, "instructed": False}),
-    ("kvgrad", {"chunk": 50, "instructed": False}),
+    ("kvgrad", {"chunk": 50, "instructed": False, "quantize": PACKED}),
     ("attention_matching", {"quantize": {"scheme": "turboquant", "bits": 4}}),
     ("attention_matching", {"queries": "repeat", "instructed": False, "quantize": PACKED}),
     ("adakv", {"of": "attention_matching", "quantize": PACKED}),

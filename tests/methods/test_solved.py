@@ -150,26 +150,6 @@ def test_queries_that_are_held_out_decide_for_each_head() -> None:
     assert not torch.equal(kept.values[0, 1], inner.values[0, 1])
 
 
-def test_what_the_inner_method_answers_counts_more_than_what_it_cannot() -> None:
-    """Half of the queries find token 100, which stays. The others look as much for token 20, which
-    leaves, so that for them token 100 stands for both. An equal share would move its value by half of
-    what they miss; with an error of twice the mean they count a third, which makes it a quarter."""
-    layer = layer_of(group=1)
-    one, other = 10 * torch.eye(8)[:2]
-    keys, queries = layer.keys.clone(), layer.queries.clone()
-    keys[0, 0, 20], keys[0, 0, 100] = one, other
-    looks_for_both = torch.arange(layer.n) // 10 % 2 == 0
-    queries[0, 0] = other - one
-    queries[0, 0, looks_for_both] = one + other
-    layer = replace(layer, keys=keys, queries=queries)
-    options = {"of": "streaming_llm", "log_weights": False, "ridge": 1e-6, "max_queries": 10**6}
-    kept = run(build_method("solved", **options), layer, BUDGET)
-    place = kept.positions[0, 0].tolist().index(100)
-    values = layer.values[0, 0]
-    missed = (values[20] + values[100]) / 2 - values[100]
-    assert_near(kept.values[0, 0, place], values[100] + missed / 4, 1e-3)
-
-
 def test_the_attention_sink_of_a_head_is_part_of_the_exact_output() -> None:
     """As one more key, of a channel that only it has, without a value."""
     sinks = torch.tensor([0.5, 2.0, -1.0, 4.0])

@@ -51,7 +51,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 needs_real = pytest.mark.skipif(
     PRETEND or not torch.cuda.is_available(), reason="needs a GPU: too long, or of real memory"
 )
-needs_pretend = pytest.mark.skipif(not PRETEND, reason="counts on a pretend GPU")
+needs_pretend = pytest.mark.skipif(not PRETEND, reason="needs a pretend GPU: make test-all")
 
 
 def counted(run: Callable[[], Any], *kinds: str) -> dict[str, int]:
