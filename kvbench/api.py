@@ -127,7 +127,8 @@ def compress(
 
     A loop without `generate` may call the model under ``torch.no_grad()`` with the cache that the model
     returned. The tokens of the first call are then compressed and those of later calls are kept (H2O
-    continues to evict). A deep copy of the model made inside the block compresses independently.
+    continues to evict). A deep copy of the model made inside the block compresses independently, after
+    the block, too.
 
     Args:
         model: a causal language model of transformers, or a vision-language model with one in it.

@@ -1,4 +1,5 @@
-"""The architectures and the layers that can be compressed; kvbench's attention function on a model."""
+"""A model's layers by its config: which can be compressed, their heads, the bytes of a cache. kvbench's
+attention function on a model."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.states import EMPTY, HYBRIDS, STATEFUL, check_hybrid
+from kvbench.kernels.quantize import Scheme
 
 if TYPE_CHECKING:  # importing it takes longer than all else, here and in the other files
     from transformers import PreTrainedModel
@@ -143,6 +146,44 @@ def _heads_of(layer: PreTrainedConfig) -> HeadShape:
     return HeadShape(
         heads, getattr(layer, "num_key_value_heads", None) or heads, key_dim, value_dim
     )
+
+
+def cache_bytes(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    entries: int,
+    quantization: Scheme | None = None,
+) -> int:
+    """The bytes of the cache of a prompt, computed from the model's config alone.
+
+    Args:
+        config: the model's text config.
+        tokens: the length of the prompt.
+        entries: the entries per head of layers with full attention.
+        quantization: how these entries are packed; None for `dtype`. Sliding-window layers are never
+            packed.
+    """
+    total = 0
+    number = 0  # of the layer among those with full attention
+    for (_, kv_heads, key_dim, value_dim), kind in zip(
+        head_shapes(config), layer_kinds(config), strict=True
+    ):
+        entry = kv_heads * (key_dim + value_dim) * dtype.itemsize
+        if kind == "sliding_attention":
+            total += entry * min(config.sliding_window, tokens)
+        elif kind in ("full_attention", "hybrid"):
+            if quantization is None:
+                total += entry * entries
+            else:
+                # A scheme counts keys and values of one size; of two sizes this is the mean.
+                of_each = [
+                    quantization.nbytes(kv_heads, entries, dim, dtype.itemsize, number)
+                    for dim in (key_dim, value_dim)
+                ]
+                total += sum(of_each) // 2
+            number += 1
+    return total
 
 
 @contextmanager

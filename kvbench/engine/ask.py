@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.engine import captured, memory
+from kvbench.engine import captured
 from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Stopping
 from kvbench.engine.decode import draws_of, fail_late, feed, pick, refuse_crossing, take
-from kvbench.engine.device import input_device
+from kvbench.engine.device import input_device, total_bytes, used_bytes
 from kvbench.engine.prefill import Reading, prefill
 from kvbench.engine.rotary import crossing, shares_table
 from kvbench.engine.row import Row, rows_of
@@ -227,7 +227,7 @@ def copies_at_once(rows: Sequence[Row], most: int, device: torch.device) -> int:
     `most` where the free memory is not known."""
     if most == 1:
         return 1
-    total, used = memory.total_bytes(device), memory.used_bytes(device)
+    total, used = total_bytes(device), used_bytes(device)
     caches = (cache for row in rows for own in row.caches.values() for cache in own)
     copy = sum(cache.reserved_bytes() for cache in caches)
     if total is None or used is None or not copy:

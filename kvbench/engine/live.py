@@ -24,13 +24,6 @@ from kvbench.engine.context import Context, Text, held_after_prompt
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
-from kvbench.engine.live_options import (
-    check_mask,
-    check_options,
-    foreign_cache,
-    left_padding,
-    refused,
-)
 from kvbench.engine.prefill import Prefill
 from kvbench.engine.rotary import crossing, forget_lengths, rotary_of
 from kvbench.engine.row import Row, prompt_name
@@ -42,28 +35,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Turn:
-    """A lock that lets one generation at a time run. A deep copy of the model, which copies its hooks,
-    gets a lock of its own."""
+class _Lock:
+    """Held while a generation runs. A deep copy of the model, which copies its hooks, gets another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.held = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Turn:
-        return _Turn()
-
-    @property
-    def taken(self) -> bool:
-        """Whether a generation runs."""
-        return self._lock.locked()
-
-    def take(self) -> bool:
-        """Begin a generation, unless one runs already; never waits."""
-        return self._lock.acquire(blocking=False)
-
-    def end(self) -> None:
-        """End the generation."""
-        self._lock.release()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Lock:
+        return _Lock()
 
 
 class _BatchPrefill(Pass):
@@ -119,7 +98,7 @@ class Compression:
     _prefill: _BatchPrefill | None = None
     # The model's own `generate`.
     _original: Callable[..., Any] | None = None
-    _turn: _Turn = field(default_factory=_Turn)
+    _lock: _Lock = field(default_factory=_Lock)
 
     def __repr__(self) -> str:
         last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
@@ -196,7 +175,7 @@ class Compression:
         assert self._original is not None
         bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
         check_options(self.model, {**bound, **bound.get("kwargs", {})})
-        if not self._turn.take():
+        if not self._lock.held.acquire(blocking=False):
             raise UnsupportedGeneration(
                 "another thread generates inside the same compress; allowed: one generation at a time "
                 "(a copy of the model for each thread, or one batch)"
@@ -207,7 +186,7 @@ class Compression:
             output = self._original(*args, **kwargs)
             is_done = True
         finally:
-            self._turn.end()
+            self._lock.held.release()
             self.finish(audit=is_done)
         return output
 
@@ -225,10 +204,10 @@ class Compression:
         given = kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
-            if self._turn.taken and given is self._cache:
+            if self._lock.held.locked() and given is self._cache:
                 # `generate` only adds ones to the mask; to read it would wait for the GPU.
                 mask = None
-            self._check_same_table(given.seen, count)
+            check_table(self.model, given.seen, count)
             self._continue_with(given)
             forget_lengths(self.model)
             state = given.begin_pass(batch, count)
@@ -247,44 +226,32 @@ class Compression:
                 )
             if given.get_seq_length():
                 raise foreign_cache(given)
-        if self._turn.taken and self._cache is not None:
+        if self._lock.held.locked() and self._cache is not None:
             # `generate` reads its tokens again, those of the answer among them.
-            self._check_same_table(self._cache.seen, count - self._cache.seen)
+            check_table(self.model, self._cache.seen, count - self._cache.seen)
         self.finish()
         self._start(tokens, mask)
         forget_lengths(self.model)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
         return args, kwargs
 
-    def _check_same_table(self, read: int, fed: int) -> None:
-        """Refuse tokens beyond the length at which LongRoPE's factors change for the tokens held.
-
-        Raises:
-            UnsupportedGeneration: see `crossing`.
-        """
-        failure = crossing(self.model.config, read, fed)
-        if failure is not None:
-            raise UnsupportedGeneration(str(failure))
-
     def _check_call(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the model's forward that a compressed cache cannot serve."""
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        unsupported = ["output_attentions", "token_type_ids"]
+        names = ["output_attentions", "token_type_ids"]
         if hasattr(self.model, "create_masks_for_generate"):
             # Such a model (Molmo2) makes masks of these ids, by which images see later tokens.
-            unsupported.append("mm_token_type_ids")
-        for name in unsupported:
-            given = kwargs.get(name)
-            if given is not None and given is not False:
-                raise refused(name, given)
+            names.append("mm_token_type_ids")
+        for name in names:
+            refuse_unless_allowed(name, kwargs.get(name))
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
             )
-        if not use_cache and not isinstance(kwargs.get("past_key_values"), LiveCache):
-            raise refused("use_cache", False)
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
+        if not isinstance(kwargs.get("past_key_values"), LiveCache):
+            refuse_unless_allowed("use_cache", use_cache)
 
     def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Make the rows, the cache and the pass of a new batch of prompts.
@@ -346,30 +313,24 @@ class Compression:
         tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
         cache.seen += count
-        if self._prefill is None:
-            self._count_step(cache, count)
-            _check_logits(output, cache)
-            return
-        prefill = self._prefill
-        self._prefill = None
-        for place, (row, own) in enumerate(zip(cache.rows, prefill.prefills, strict=True)):
-            own.finish_audit()
+        prefill, self._prefill = self._prefill, None
+        for place, row in enumerate(cache.rows):
+            if prefill is not None:
+                prefill.prefills[place].finish_audit()
             if row.failure is not None:
                 raise row.failure
-            own.end(count - prefill.padding[place], row_of(states_in(cache), place))
-            cache.costs.append(row.cost())
-        self._batches.append(cache.costs)
-        _check_logits(output, cache)
-
-    def _count_step(self, cache: LiveCache, count: int) -> None:
-        """Count the tokens that a pass fed to every row. A row's failure is raised."""
-        for row in cache.rows:
-            if row.failure is not None:
-                raise row.failure
-            row.count_step(count)
-        if cache.table is not None:
+            if prefill is None:
+                row.count_step(count)
+            else:
+                states = row_of(states_in(cache), place)
+                prefill.prefills[place].end(count - prefill.padding[place], states)
+                cache.costs.append(row.cost())
+        if prefill is not None:
+            self._batches.append(cache.costs)
+        elif cache.table is not None:
             cache.table.move_on()
             cache.table.taken += 1
+        _check_logits(output, cache)
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.
@@ -462,3 +423,127 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
             is_done = True
         finally:
             compression.finish(audit=is_done)
+
+
+# --- what a compressed cache cannot serve ---------------------------------------------------------
+
+
+def left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
+    """Count the leading padding tokens of each row.
+
+    Args:
+        mask: [batch, count], the attention mask of the prompt; None for no padding.
+        batch: the number of rows.
+        count: the number of tokens of each row, padding included.
+
+    Raises:
+        UnsupportedGeneration: padding elsewhere, or a row of padding only.
+    """
+    if mask is None:
+        return [0] * batch
+    if tuple(mask.shape) != (batch, count):
+        raise UnsupportedGeneration(
+            f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
+        )
+    padding = []
+    for row, shown in enumerate(mask.to("cpu", torch.bool)):
+        start = count - int(shown.sum())
+        if start == count or not bool(shown[start:].all()):
+            raise UnsupportedGeneration(
+                f"attention_mask of row {row} hides tokens after the first shown one, or all; allowed: "
+                "padding on the left (tokenizer.padding_side = 'left')"
+            )
+        padding.append(start)
+    return padding
+
+
+def check_mask(mask: Tensor | None, cache: LiveCache, count: int) -> None:
+    """Check the attention mask of a pass that feeds `count` tokens to every row of a cache.
+
+    Args:
+        mask: [batch, tokens], of all tokens or of the new ones alone; None for no mask.
+
+    Raises:
+        UnsupportedGeneration: it hides another token than the padding before the prompt, which the cache
+            does not hold. (`generate` makes a mask that hides every token with the pad token's id.)
+    """
+    if mask is None:
+        return
+    if mask.shape[1] > count:
+        padding = left_padding(mask, *mask.shape)
+        held = [cache.seen - row.tokens for row in cache.rows]
+        if mask.shape[1] == cache.seen + count and padding != held:
+            row = next(
+                i for i, (now, then) in enumerate(zip(padding, held, strict=True)) if now != then
+            )
+            raise UnsupportedGeneration(
+                f"attention_mask of row {row} hides {padding[row]} tokens, and it hid {held[row]} of "
+                "the first turn; allowed: the padding of the first turn, and ones"
+            )
+    elif not bool(mask.all()):
+        raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
+
+
+def foreign_cache(cache: Any) -> UnsupportedGeneration:
+    """Make the error for a cache that kvbench did not fill."""
+    return UnsupportedGeneration(
+        f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
+        "queries that methods choose by; allowed: none, or a cache that compress made of this model "
+        "(the past_key_values of an earlier output, context.cache())"
+    )
+
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "assistant_model": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "guidance_scale": (None, 1),
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
+    "token_type_ids": (None,),
+}
+"""Options of `generate`, and the values of each that are possible. A compressed cache cannot remove
+tokens (assisted decoding does), is made in one forward pass over the whole prompt, computes no attention
+matrix, and is causal: no token sees a later one."""
+
+
+def refuse_unless_allowed(name: str, value: Any) -> None:
+    """Refuse the value of an option that is not in `_ALLOWED`."""
+    allowed = _ALLOWED.get(name, (None,))
+    if value not in allowed:
+        shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
+        raise UnsupportedGeneration(
+            f"{name} is {shown!r}, which a compressed cache cannot serve; allowed: "
+            f"{' or '.join(map(repr, allowed))}"
+        )
+
+
+def check_table(model: PreTrainedModel, read: int, fed: int) -> None:
+    """Refuse tokens beyond the length at which LongRoPE's factors change (`crossing`)."""
+    failure = crossing(model.config, read, fed)
+    if failure is not None:
+        raise UnsupportedGeneration(str(failure))
+
+
+def check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
+    past = given.get("past_key_values")
+    if past is not None and not isinstance(past, LiveCache):
+        raise foreign_cache(past)
+    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
+    if past is not None and ids is not None:
+        mask = given.get("attention_mask")
+        whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
+        if whole <= past.seen:
+            raise UnsupportedGeneration(
+                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
+                "whole conversation, new tokens included"
+            )
+        # `generate` would read the conversation again without the cache.
+        check_table(model, past.seen, whole - past.seen)
+    sources = (given.get("generation_config"), model.generation_config)
+    for name in _ALLOWED:
+        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
+        refuse_unless_allowed(name, next((value for value in values if value is not None), None))

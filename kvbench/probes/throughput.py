@@ -16,10 +16,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
 from kvbench.engine.ask import Question, converse, read
-from kvbench.engine.device import free_memory, is_out_of_memory
+from kvbench.engine.device import (
+    free_memory,
+    is_out_of_memory,
+    peak_bytes,
+    reset_peak,
+    total_bytes,
+    used_bytes,
+)
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -198,8 +204,8 @@ class Throughput(Probe):
                 known = self._known[key] = batch
             if isinstance(known, int):
                 free_memory(device)
-                peak_is_known = memory.reset_peak(device)
-                bytes_before = memory.used_bytes(device)
+                peak_is_known = reset_peak(device)
+                bytes_before = used_bytes(device)
                 fields = generate(known, setting.new_tokens)
         except Exception as failure:  # noqa: BLE001 - the record has the failure's status
             known = self._known[key] = failed(failure)
@@ -216,7 +222,7 @@ class Throughput(Probe):
             "tokens_per_s": rate,
             "score": rate,
             "decode_tokens_per_s": _over(known * (fields["new_tokens"] - 1), fields["decode_s"]),
-            "peak_bytes": memory.peak_bytes(device) if peak_is_known else None,
+            "peak_bytes": peak_bytes(device) if peak_is_known else None,
             "bytes_before": bytes_before,
             "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
@@ -284,15 +290,15 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     too_large = most + 1
     size = 1
     while size < too_large:
-        peak_is_known = memory.reset_peak(device)
-        bytes_before = memory.used_bytes(device)
+        peak_is_known = reset_peak(device)
+        bytes_before = used_bytes(device)
         if not fitting(size):
             too_large = size
             break
         fits = size
         size = min(2 * size, most) if size < most else most + 1
         if device.type == "cpu" and peak_is_known and size <= most:
-            peak, total = memory.peak_bytes(device), memory.total_bytes(device)
+            peak, total = peak_bytes(device), total_bytes(device)
             if bytes_before is None or peak is None or total is None:
                 break
             if bytes_before + (peak - bytes_before) * size / fits > 0.85 * total:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvbench.engine.estimate import cache_bytes
+from kvbench.engine.architecture import cache_bytes
 from kvbench.engine.loading import load_config
 from kvbench.engine.model_spec import ModelError
 from kvbench.errors import printable

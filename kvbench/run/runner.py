@@ -20,8 +20,15 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from kvbench.engine import memory
-from kvbench.engine.device import device_is_usable, free_memory, is_out_of_memory
+from kvbench.engine.device import (
+    device_is_usable,
+    free_memory,
+    is_out_of_memory,
+    peak_bytes,
+    reset_peak,
+    total_bytes,
+    used_bytes,
+)
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.records.aside import lines_of
 from kvbench.records.read import MANIFEST, read_manifest, recorded
@@ -81,16 +88,16 @@ class GroupSize:
 
     def group_begins(self) -> None:
         """Note how much memory is in use before a group runs."""
-        if self.grows and memory.reset_peak(self.device):
-            self._bytes_before_group = memory.used_bytes(self.device)
+        if self.grows and reset_peak(self.device):
+            self._bytes_before_group = used_bytes(self.device)
 
     def group_fitted(self, items: int) -> None:
         """Double the size, if memory allows it, after a group of this many items fitted."""
         if not self.grows or self.now == self.most:
             return
         before = self._bytes_before_group
-        peak = memory.peak_bytes(self.device)
-        total = memory.total_bytes(self.device)
+        peak = peak_bytes(self.device)
+        total = total_bytes(self.device)
         if before is None or peak is None or total is None:
             self.most = self.now  # a size whose need cannot be measured is not tried
             return

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench import load_model
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.memory import peak_bytes, reset_peak
+from kvbench.engine.device import peak_bytes, reset_peak
 from kvbench.engine.prefill import forward, prefill
 from kvbench.engine.row import Row
 from kvbench.engine.second_pass import Chunk, ReplayPass, frozen

@@ -14,7 +14,6 @@ from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine import ask as engine
-from kvbench.engine import memory
 from kvbench.engine.answer import Stopping
 from kvbench.engine.ask import Question, copies_at_once
 from kvbench.engine.row import Row
@@ -73,8 +72,8 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
 
     monkeypatch.setattr(engine, "answer", answer)
     wide = generate(model, [prompt], seed=0)[0]
-    monkeypatch.setattr(memory, "total_bytes", lambda device: 1)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: 1)
+    monkeypatch.setattr(engine, "total_bytes", lambda device: 1)
+    monkeypatch.setattr(engine, "used_bytes", lambda device: 1)
     short = generate(model, [prompt], seed=0)[0]
     assert rows == [6, 2, 2, 2]
     assert [facts({"x": a}) for label in wide for a in wide[label]] == [
@@ -97,8 +96,8 @@ def test_as_many_conversations_at_once_as_memory_has_room_for(
 def test_copies_take_half_of_the_free_memory(
     most: int, total: int | None, used: int | None, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "total_bytes", lambda device: total)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: used)
+    monkeypatch.setattr(engine, "total_bytes", lambda device: total)
+    monkeypatch.setattr(engine, "used_bytes", lambda device: used)
     rows: list[Any] = []
     for held in (20, 80):
         row = Row("m", METHODS["exact"], SMALL, 0, "x", room=0)

@@ -21,11 +21,10 @@ from support.tiny import (
 )
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.architecture import compressible_layers, head_shapes
+from kvbench.engine.architecture import cache_bytes, compressible_layers, head_shapes
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention, register
 from kvbench.engine.cache import Cache
 from kvbench.engine.check import check_finite, refuse_non_finite
-from kvbench.engine.estimate import cache_bytes
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.row import Row
 from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV

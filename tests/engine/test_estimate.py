@@ -7,7 +7,7 @@ import torch
 from support.forward import generate
 from support.tiny import CONFIGS, on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine.estimate import cache_bytes
+from kvbench.engine.architecture import cache_bytes
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

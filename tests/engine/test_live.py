@@ -387,6 +387,9 @@ def test_two_models_a_deep_copy_and_a_compiled_model_are_apart() -> None:
     assert [row.prompt_tokens for row in session.rows] == [60]
     assert [row.prompt_tokens for row in other.rows] == [80, 33]
     assert "generate" not in vars(model)
+    copied = twin.generate.__self__
+    twin.generate(**inputs)
+    assert [row.prompt_tokens for row in copied.rows] == [60, 60], "the copy goes on"
     compiled: Any = torch.compile(model, backend="eager")
     with compress(compiled, "snapkv", **SMALL):
         assert torch.equal(compiled.generate(**inputs), expected)

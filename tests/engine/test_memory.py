@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.engine import memory
+from kvbench.engine.device import total_bytes, used_bytes
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_that_may_be_used_is_that_of_the_process_and_what_is_free() -> None:
-    used, total = memory.used_bytes(CPU), memory.total_bytes(CPU)
+    used, total = used_bytes(CPU), total_bytes(CPU)
     assert used is not None
     assert total is not None
     pages = int(Path("/proc/self/statm").read_text().split()[1])

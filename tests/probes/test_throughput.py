@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvbench.engine import ask as engine
 from kvbench.engine import decode as engine_decode
-from kvbench.engine import memory
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
+from kvbench.probes import throughput
 from kvbench.probes.throughput import Throughput, largest_batch
 from kvbench.run.job import Job
 from kvbench.run.runner import run_job
@@ -120,10 +120,10 @@ def test_the_largest_batch_is_within_a_sixteenth(room, most, largest):
 
 def test_a_batch_that_would_take_a_cpu_s_memory_is_not_tried(monkeypatch):
     trial = Mock()
-    monkeypatch.setattr(memory, "reset_peak", lambda device: True)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + 10 * trial.call_args[0][0])
-    monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
+    monkeypatch.setattr(throughput, "reset_peak", lambda device: True)
+    monkeypatch.setattr(throughput, "used_bytes", lambda device: 10)
+    monkeypatch.setattr(throughput, "peak_bytes", lambda device: 10 + 10 * trial.call_args[0][0])
+    monkeypatch.setattr(throughput, "total_bytes", lambda device: 100)
     assert largest_batch(trial, CPU, 1024) == 4, "eight would take 90 of 100"
     for error, message in (
         (torch.OutOfMemoryError("CUDA out of memory"), "not even one prompt fits"),

@@ -14,7 +14,6 @@ from support.jobs import Echo, make_job, records_of, with_session
 from support.prompts import methods
 
 from kvbench.engine import decode as engine_decode
-from kvbench.engine import memory
 from kvbench.prompts import PromptEncoder
 from kvbench.records.read import load_run
 from kvbench.run import runner as running
@@ -192,10 +191,12 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     groups: list[int],
 ) -> None:
     plan, session = Counting(), make_job(tmp_path).session
-    monkeypatch.setattr(memory, "reset_peak", lambda device: per_item is not None)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + (per_item or 0) * plan.groups[-1])
-    monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
+    monkeypatch.setattr(running, "reset_peak", lambda device: per_item is not None)
+    monkeypatch.setattr(running, "used_bytes", lambda device: 10)
+    monkeypatch.setattr(
+        running, "peak_bytes", lambda device: 10 + (per_item or 0) * plan.groups[-1]
+    )
+    monkeypatch.setattr(running, "total_bytes", lambda device: 100)
     work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
     runner = Runner(plan, session, setting)
     ids = [records[0]["example_id"] for records in runner.run(work)]
