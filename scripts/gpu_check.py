@@ -53,6 +53,7 @@ from kvbench.engine import captured
 from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.ask import Question, answer_each, converse, read
+from kvbench.engine.decode import Turn
 from kvbench.engine.device import free_memory, is_out_of_memory
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_spec import ModelSpec
@@ -63,8 +64,7 @@ from kvbench.errors import UserError, one_line
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode_attention import weighted_decode_attention
-from kvbench.kernels.row_pointers import pointers_of
+from kvbench.kernels.decode import RowPointers, weighted_decode_attention
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 from kvbench.probes.throughput import largest_batch
@@ -362,7 +362,8 @@ def cases(n: int, rows: int, on: torch.device) -> Iterator[Case]:
         0.15,
     )
     held = n // 4
-    table = pointers_of(*([normal(heads, held, dim) for _ in range(rows)] for _ in range(2)))
+    buffers = [normal(heads, held, dim) for _ in range(2 * rows)]
+    table = RowPointers(buffers[:rows], buffers[rows:])
     query = normal(rows, 4 * heads, dim)
     lengths = torch.full((rows,), held, dtype=torch.int32).to(on)
     for mass in (False, True):
@@ -467,10 +468,12 @@ def _read(model: Any, n: int, name: str, room: int, seed: int = 0) -> tuple[Row,
 def _decoded(model: Any, rows: list[Row], token: int, new: int, graphs: Steps) -> list[float]:
     """The seconds of each decode step that the rows take together, of so many new tokens."""
     clocked = Clocked(new)
-    for place, row in enumerate(rows):
-        row.begin_answer(Stopping(new) if place else clocked)
-        row.take(token, True)
-    captured.decode(model, rows, graphs)
+    turns = [
+        Turn(row, Answer(Stopping(new) if place else clocked)) for place, row in enumerate(rows)
+    ]
+    for turn in turns:
+        turn.answer.take(token)
+    captured.decode(model, turns, graphs)
     for row in rows:
         if row.failure is not None:
             raise row.failure

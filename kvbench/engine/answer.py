@@ -229,8 +229,6 @@ class Answer:
         decode_s: see `Cost`.
         failure: the exception that stopped the row; None if it succeeded.
         cost: what the answer and its prompt cost; there once the answer is over.
-        kept: how much of each part of the prompt was held after compression
-            (`kvbench.engine.kept.strips_of`); None unless it was asked for.
     """
 
     stopping: Stopping
@@ -244,7 +242,6 @@ class Answer:
     decode_s: float = 0.0
     failure: Exception | None = None
     cost: Cost = field(default_factory=lambda: Cost(prompt_tokens=0, capacity=0, exact_bytes=0))
-    kept: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> list[int]:

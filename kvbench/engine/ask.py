@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,15 +21,16 @@ from torch import Tensor
 
 from kvbench.engine import captured
 from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Stopping
-from kvbench.engine.decode import draws_of, fail_late, feed, pick, refuse_crossing, take
+from kvbench.engine.decode import Turn, draws_of, fail_late, feed, pick, refuse_crossing, take
 from kvbench.engine.device import input_device, total_bytes, used_bytes
 from kvbench.engine.prefill import Reading, prefill
 from kvbench.engine.rotary import crossing, shares_table
-from kvbench.engine.row import Row, rows_of
+from kvbench.engine.row import Row
 from kvbench.engine.steps import Steps
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.methods.exact import Exact
 from kvbench.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -41,19 +42,21 @@ CHUNK_LOGITS = 2**24
 
 @dataclass(frozen=True)
 class Question:
-    """One question about a compressed prompt.
+    """One question about a compressed prompt, or about what was said of it before.
 
     Attributes:
         ids: the tokens that are fed after the prompt; empty if the prompt ends with the question.
         stopping: when the answer ends.
         name: seeds the draws of sampled tokens, together with the job's seed and `sample`.
         sample: the number of the sample, where a question is answered several times.
+        after: the row's answer to the question before; None for a first question.
     """
 
     ids: Sequence[int]
     stopping: Stopping
     name: str = ""
     sample: int = 0
+    after: Answer | None = None
 
 
 Conversations = Sequence[Sequence[Question]]
@@ -95,7 +98,11 @@ def read(
     if not ids:
         raise UserError("the prompt has no tokens; allowed: at least one")
     begin_s = time.perf_counter()
-    rows = rows_of(methods, len(ids), held_back, seed, name, room)
+    rows = []
+    for label, (method, budget) in methods.items():
+        # Where nothing is left to compress, every row is exact.
+        method = method if held_back < len(ids) else Exact()
+        rows.append(Row(label, method, budget, seed, name, held_back + room))
     reading = prefill(model, ids, rows, held_back=held_back, encoder=encoder)
     reading.spent_s = time.perf_counter() - begin_s
     return reading
@@ -110,8 +117,8 @@ def answer(
     sampling: Sampling = GREEDY,
     steps: Steps | None = None,
 ) -> list[Answer]:
-    """Answer a question by each of these rows, all rows together. A row that is asked again goes on with
-    its conversation. An answer does not depend on the other rows.
+    """Answer a question by each of these rows, all rows together. An answer does not depend on the other
+    rows.
 
     Args:
         steps: how decode steps run, with those captured so far; None for new ones. The tokens do not
@@ -122,47 +129,64 @@ def answer(
     """
     steps = steps or Steps()
     begin_s = time.perf_counter()
-    prompts = len({id(reading) for reading, _, _ in asked})
-    rows, first = [row for _, row, _ in asked], list[list[int]]()
+    turns, first = list[Turn](), list[list[int]]()
     for reading, row, question in asked:
-        before, stopping = row.answer, question.stopping
+        before, stopping = question.after, question.stopping
+        said = [] if before is None else before.chosen
         # The last token of the answer before has not been fed yet. An ending token never is.
-        unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
+        unread = said[-1:] if before is not None and len(before.tokens) == len(said) else []
         ids = [*(() if row.fed else reading.lead), *unread, *question.ids]
-        so_far = [*(before.before or reading.ids), *before.chosen[:-1], *ids]
+        history = [*(reading.ids if before is None else before.before), *said[:-1], *ids]
         most = stopping.max_new_tokens
-        uniforms = sampling.uniforms(seed, question.name, question.sample, most)
-        row.begin_answer(stopping, sampling, uniforms, so_far, begin_s - reading.spent_s)
+        draws = sampling.uniforms(seed, question.name, question.sample, most)
+        own = Answer(stopping, sampling, draws, history, begin_s - reading.spent_s)
+        turns.append(Turn(row, own))
         first.append(ids)
-    for (reading, row, _), ids in zip(asked, first, strict=True):
+    for (reading, row, _), turn, ids in zip(asked, turns, first, strict=True):
         if not ids and row.failure is None:
-            # Nothing was held back and nothing is asked: the prefill's logits predict the first token.
-            assert reading.logits is not None
-            logits = reading.logits[None]
-            take([row], pick([row], logits, draws_of([row], logits.device)), time.perf_counter())
-    to_feed = [(row, ids) for row, ids in zip(rows, first, strict=True) if ids and not row.failure]
-    _advance(model, [row for row, _ in to_feed], [ids for _, ids in to_feed])
-    for row in rows:
-        if row.running:  # of the tokens to be chosen, the last is not fed
-            refuse_crossing(model, row, row.answer.steps_left - 1)
+            logits = exact_logits(reading)
+            take([turn], pick([turn], logits, draws_of([turn], logits.device)), time.perf_counter())
+    to_feed = [(turn, ids) for turn, ids in zip(turns, first, strict=True) if ids and turn.running]
+    _advance(model, [turn for turn, _ in to_feed], [ids for _, ids in to_feed])
+    for turn in turns:
+        if turn.running:  # of the tokens to be chosen, the last is not fed
+            refuse_crossing(model, turn.row, turn.answer.steps_left - 1)
     if captured.uses_kernels(input_device(model)):
-        captured.decode(model, [row for row in rows if row.running], steps)
+        captured.decode(model, [turn for turn in turns if turn.running], steps)
     step_model = steps.model_for_steps(model)
     while True:
-        fail_late(rows)
-        running = [row for row in rows if row.running]
+        fail_late(turns)
+        running = [turn for turn in turns if turn.running]
         if not running:
-            return [row.finish(batch=prompts) for row in rows]
-        _advance(step_model, running, [row.answer.chosen[-1:] for row in running])
+            break
+        _advance(step_model, running, [turn.answer.chosen[-1:] for turn in running])
+    prompts = len({id(reading) for reading, _, _ in asked})
+    for turn in turns:
+        turn.row.try_audit()
+        own = turn.answer
+        own.failure, cost = turn.row.failure, turn.row.cost()
+        new = len(own.chosen)
+        own.cost = replace(cost, decode_s=own.decode_s, new_tokens=new, batch=prompts)
+    return [turn.answer for turn in turns]
 
 
-def _advance(model: PreTrainedModel, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
-    """Feed each row its tokens, and let it take the token that follows."""
+def _advance(
+    model: PreTrainedModel, turns: Sequence[Turn], tokens: Sequence[Sequence[int]]
+) -> None:
+    """Feed each row its tokens, and add to its answer the token that follows."""
     begin_s = time.perf_counter()
-    for places, logits in feed(model, rows, tokens):
-        fed = [rows[place] for place in places]
+    for places, logits in feed(model, [turn.row for turn in turns], tokens):
+        fed = [turns[place] for place in places]
         take(fed, pick(fed, logits[:, -1], draws_of(fed, logits.device)), begin_s)
         begin_s = time.perf_counter()
+
+
+def exact_logits(reading: Reading) -> Tensor:
+    """The logits [1, vocab] after a prompt of which no token was held back, and which predict the first
+    token: those of the exact prefill, under every method."""
+    assert not reading.lead
+    assert reading.logits is not None
+    return reading.logits[None]
 
 
 def answer_each(
@@ -211,7 +235,10 @@ def converse(
         for turn in range(max((len(questions) for _, questions, _, _ in parts), default=0)):
             now = [part for part in parts if turn < len(part[1])]
             begin_s = time.perf_counter()
-            asked = [(readings[place], row, questions[turn]) for place, questions, row, _ in now]
+            asked = [
+                (readings[place], row, replace(questions[turn], after=own[-1] if own else None))
+                for place, questions, row, own in now
+            ]
             found = answer(model, asked, seed=seed, sampling=sampling, steps=steps)
             for (*_, own), one in zip(now, found, strict=True):
                 own.append(one)
@@ -321,8 +348,7 @@ def continuation_logits(
     first = 0  # the place in the continuation that the first pass predicts first
     if not reading.lead:  # a prompt of one token, which every row holds exactly
         first = 1
-        assert reading.logits is not None
-        yield 0, reading.logits.expand(len(rows), 1, -1)
+        yield 0, exact_logits(reading).expand(len(rows), 1, -1)
     for row in rows:
         refuse_crossing(model, row, len(fed[0]))
     parts = chunks(len(rows), longest - first, vocabulary(model))

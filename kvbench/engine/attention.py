@@ -20,9 +20,7 @@ from torch.nn.attention import SDPBackend
 from transformers import Cache, PreTrainedConfig
 
 from kvbench.errors import UserError
-from kvbench.kernels.decode_attention import products
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import products, softcapped, softmax
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -366,7 +364,7 @@ def exact_attention(
         stop = n - m + end
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         logits = products(grouped[..., begin:end, :], key[:, :, None, first:stop])
-        logits = capped(logits.mul_(scaling), softcap)
+        logits = softcapped(logits.mul_(scaling), softcap)
         row = torch.arange(start, stop, device=query.device)[:, None]
         column = torch.arange(first, stop, device=query.device)[None]
         hidden = column > row

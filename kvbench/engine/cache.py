@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall, grown_range, signed_mean
-from kvbench.kernels.decode_attention import products
+from kvbench.kernels.decode import Eviction
+from kvbench.kernels.logits import products, softcapped, softmax
 from kvbench.kernels.quantize import Codec, Scheme
-from kvbench.kernels.row_pointers import Eviction
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
 from kvbench.kv import CompressedKV, weighted_entries
 from kvbench.methods.base import Held
 
@@ -39,7 +37,7 @@ class Hook:
     """What a method does with the entries of a cache while decoding; here nothing."""
 
     by_kernel = True
-    """Whether steps of one token can go through `kvbench.kernels.decode_attention`."""
+    """Whether steps of one token can go through `kvbench.kernels.decode`."""
     one_by_one = False
     """Whether new tokens are added one at a time, since the entries may change after each."""
     rule: Eviction | None = None
@@ -72,19 +70,12 @@ class Hook:
 GROW = Hook()
 
 
-class Packed(NamedTuple):
+class PackedEntries(NamedTuple):
     """The entries that a scheme has packed, the first ones of a cache: keys and values may be packed in
     different numbers."""
 
     keys: Codec[Any]
     values: Codec[Any]
-
-
-class BytesOverTime(NamedTuple):
-    """The bytes after the prompt and after every step since: the largest number, and the mean."""
-
-    peak: int
-    mean: float
 
 
 class Cache:
@@ -99,6 +90,8 @@ class Cache:
         room: how many tokens will be added, 0 if the caller does not know.
         capacity: the entries per head that the method may hold after prefill.
         window: the length of the layer's sliding window in tokens; None for full attention.
+        scheme: by which entries are packed; None for the model's dtype. `layer` and `seed` decide its
+            random draws.
 
     Attributes:
         length: the entries of each head.
@@ -108,6 +101,7 @@ class Cache:
         keys_only: how many of the first entries have a key and no value.
         value_range: the least and the largest value of each channel so far, two tensors [kv_heads,
             value_dim]; None where outputs are not clamped.
+        bytes_peak: the largest number of bytes after the prompt and after every step since.
     """
 
     keys: Tensor
@@ -121,14 +115,23 @@ class Cache:
         self,
         kept: CompressedKV,
         room: int = 0,
+        hook: Hook = GROW,
         *,
         capacity: int,
         window: int | None = None,
-        packed: Packed | None = None,
-        hook: Hook = GROW,
+        scheme: Scheme | None = None,
+        layer: int = 0,
+        seed: int = 0,
     ) -> None:
         hook.check(kept)
-        self.capacity, self.window, self.hook, self.packed = capacity, window, hook, packed
+        if hook.granted is not None:
+            # The cache grows up to what is granted; a token is added before one leaves.
+            room = min(room, max(0, hook.granted - kept.keys.shape[2]) + 1)
+        self.capacity, self.window, self.hook = capacity, window, hook
+        self.packed: PackedEntries | None = None
+        if scheme is not None:
+            codecs = scheme.codecs(kept.keys[0], kept.values[0], layer=layer, seed=seed)
+            self.packed = PackedEntries(*codecs)
         self.length = kept.keys.shape[2]
         self.keys_only = kept.keys_only
         tensors = {
@@ -147,7 +150,7 @@ class Cache:
             self.value_range = (least[0], largest[0])
         self._moments = 0  # how many times bytes were counted: after the prompt, and at every step
         self._bytes_sum = 0
-        self._bytes_peak = 0
+        self.bytes_peak = 0
         self._note_bytes()
 
     # --- what is held -----------------------------------------------------------------------------
@@ -225,11 +228,12 @@ class Cache:
         now = self.nbytes()
         self._moments += 1
         self._bytes_sum += now
-        self._bytes_peak = max(self._bytes_peak, now)
+        self.bytes_peak = max(self.bytes_peak, now)
 
-    def bytes_over_time(self) -> BytesOverTime:
-        """The bytes after the prompt and after every step since."""
-        return BytesOverTime(self._bytes_peak, self._bytes_sum / self._moments)
+    @property
+    def bytes_mean(self) -> float:
+        """The mean of the bytes after the prompt and after every step since."""
+        return self._bytes_sum / self._moments
 
     def clone(self) -> Cache:
         """A copy with buffers of its own. What the two share, packed entries and `value_range`, is never
@@ -286,7 +290,7 @@ class Cache:
             buffer[head, entry] = buffer[:, self.length - 1].clone()
         self.length -= 1
         if self.packed is not None:
-            self.packed = Packed(*(codec.without(entry) for codec in self.packed))
+            self.packed = PackedEntries(*(codec.without(entry) for codec in self.packed))
 
     def replace_with(self, kept: CompressedKV) -> None:
         """Hold what a method keeps of the entries (`PeriodicCompression.after_token`)."""
@@ -342,7 +346,7 @@ class Cache:
         n, stored_heads = self.length, self.keys.shape[0]
         group = heads // stored_heads
         logits = self._dot_keys(query.reshape(stored_heads, group * tokens, dim))
-        logits = capped(logits.mul_(call.scaling), call.softcap)
+        logits = softcapped(logits.mul_(call.scaling), call.softcap)
         if self.log_weights is not None:
             logits += self.log_weights[:, None, :n]
         if tokens > 1:
@@ -448,28 +452,7 @@ class Cache:
         added_after_steps = added * (added + 1) // 2 + (steps - added) * added
         self._moments += steps
         self._bytes_sum += steps * before + added_after_steps * bytes_of_entry
-        self._bytes_peak = max(self._bytes_peak, after)
-
-
-def cache_of(
-    kept: CompressedKV,
-    room: int,
-    hook: Hook = GROW,
-    *,
-    capacity: int,
-    scheme: Scheme | None = None,
-    layer: int = 0,
-    seed: int = 0,
-) -> Cache:
-    """The cache of what a method keeps, packed by a scheme if there is one, whose random draws depend on
-    layer and seed."""
-    if hook.granted is not None:
-        # The cache grows up to what is granted; a token is added before one leaves.
-        room = min(room, max(0, hook.granted - kept.keys.shape[2]) + 1)
-    packed = None
-    if scheme is not None:
-        packed = Packed(*scheme.codecs(kept.keys[0], kept.values[0], layer=layer, seed=seed))
-    return Cache(kept, room, capacity=capacity, packed=packed, hook=hook)
+        self.bytes_peak = max(self.bytes_peak, after)
 
 
 def _with_room(tensor: Tensor, room: int) -> Tensor:

@@ -2,7 +2,7 @@
 captured: for CUDA, and for Triton's interpreter in tests. Elsewhere each row attends by its caches.
 
 Rows hold different numbers of entries, in buffers of their own. At each layer, all rows that can go
-through the same kernels do so together (`kvbench.kernels.decode_attention`): two launches for any number
+through the same kernels do so together (`kvbench.kernels.decode`): two launches for any number
 of rows, over exactly the entries that they hold. A step reads the positions and the numbers of entries
 on the device and advances them there. The host counts and copies nothing, so that a step can be captured
 (`kvbench.engine.steps`). Other rows, those with packed entries among them, attend one after the other.
@@ -22,17 +22,21 @@ from torch import Tensor
 from kvbench.engine.architecture import head_shapes
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import Cache
-from kvbench.engine.decode import Feed, draws_of, fail_late, pick, take
+from kvbench.engine.decode import Feed, Turn, draws_of, fail_late, pick, take
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import forward
 from kvbench.engine.rotary import table_key
 from kvbench.engine.row import Row
 from kvbench.engine.steps import FIRST_STEPS, Steps
 from kvbench.kernels._choice import VARIABLE
-from kvbench.kernels.decode_attention import append_entries, takes, weighted_decode_attention
-from kvbench.kernels.eviction import evict_entries
+from kvbench.kernels.decode import (
+    RowPointers,
+    append_entries,
+    evict_entries,
+    takes,
+    weighted_decode_attention,
+)
 from kvbench.kernels.philox import to_device
-from kvbench.kernels.row_pointers import RowPointers, pointers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +51,7 @@ class Together:
 
     Attributes:
         places: the places of the rows in the batch.
-        caches: those of all rows, those of a row one after the other. The kernels treat each as a row.
+        caches: the caches of all rows, row by row. The kernels treat each as a row.
         pointers: where the entries of each cache lie.
         index: `places` as a tensor on the device; None where they are the whole batch.
         slots: the places of the caches in the device's `Counts`.
@@ -296,7 +300,7 @@ def pointers_in(caches: Sequence[Cache], places: Sequence[int]) -> RowPointers:
     """
     longest = max(cache.keys.shape[1] for cache in caches)
     evicting = caches[0].rule is not None
-    return pointers_of(
+    return RowPointers(
         [cache.keys for cache in caches],
         [cache.values for cache in caches],
         [cache.log_weights for cache in caches],
@@ -316,29 +320,30 @@ def uses_kernels(device: torch.device) -> bool:
     return asked == "triton" or (asked == "auto" and device.type == "cuda")
 
 
-def decode(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
-    """Decode until every row has ended or failed.
+def decode(model: PreTrainedModel, turns: Sequence[Turn], steps: Steps) -> None:
+    """Decode until every answer has ended or its row has failed.
 
     All rows decode together, with two exceptions. A captured step contains only rows that go through the
     kernels, so these decode first, and then the others. And rows with other rotary tables (`table_key`)
     decode apart.
     """
-    most = max((row.answer.steps_left for row in rows), default=0)
-    captures = steps.should_capture(model, most, _options(rows))
-    batches: dict[tuple[bool, Hashable], list[Row]] = {}
-    for row in rows:
-        key = table_key(model.config, row.tokens, row.answer.steps_left, row.table_of)
-        batches.setdefault((not (captures and row.steps_by_kernel), key), []).append(row)
+    most = max((turn.answer.steps_left for turn in turns), default=0)
+    captures = steps.should_capture(model, most, _options(turns))
+    batches: dict[tuple[bool, Hashable], list[Turn]] = {}
+    for turn in turns:
+        row = turn.row
+        key = table_key(model.config, row.tokens, turn.answer.steps_left, row.table_of)
+        batches.setdefault((not (captures and row.steps_by_kernel), key), []).append(turn)
     for _, batch in sorted(batches.items(), key=lambda batch: batch[0][0]):
         _decode_batch(model, batch, steps)
 
 
-def _options(rows: Sequence[Row]) -> list[str]:
-    """The names of the options by which logits of these rows are processed."""
-    return sorted({name for row in rows for name in row.answer.stopping.processors})
+def _options(turns: Sequence[Turn]) -> list[str]:
+    """The names of the options by which logits of these answers are processed."""
+    return sorted({name for turn in turns for name in turn.answer.stopping.processors})
 
 
-def _decode_batch(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> None:
+def _decode_batch(model: PreTrainedModel, turns: Sequence[Turn], steps: Steps) -> None:
     """Decode some rows together until all have ended or failed.
 
     A row that has ended is removed from the batch. Where steps are replayed, rows are removed only when
@@ -348,20 +353,20 @@ def _decode_batch(model: PreTrainedModel, rows: Sequence[Row], steps: Steps) -> 
     while True:
         # Before the batch is made: making it and capturing its step are part of the decoding time.
         step_begin_s = time.perf_counter()
-        fail_late(rows)
-        running = [row for row in rows if row.running]
+        fail_late(turns)
+        running = [turn for turn in turns if turn.running]
         if batch is None or batch.should_shrink(running):
             if batch is not None:
                 batch.table.write_back()
             if not running:
                 return
-            rows = running
+            turns = running
             batch = Batch(model, running, steps)
         batch.step(step_begin_s)
 
 
 class Batch:
-    """Rows that take their steps together by one table.
+    """Answers whose rows take their steps together by one table.
 
     Attributes:
         ids: [rows, 1] int64, the token that is fed to each row; every step writes the next one.
@@ -369,31 +374,32 @@ class Batch:
         replay: runs a captured step; None where the step is run as it is.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: list[Row], steps: Steps) -> None:
-        self.model, self.rows, self.steps = model, rows, steps
+    def __init__(self, model: PreTrainedModel, turns: list[Turn], steps: Steps) -> None:
+        self.model, self.turns, self.steps = model, turns, steps
         self.step_model = steps.model_for_steps(model)
         device = input_device(model)
-        left = [row.answer.steps_left for row in rows]
+        rows, left = [turn.row for turn in turns], [turn.answer.steps_left for turn in turns]
         self.table = KernelBatch(model, rows, left, device)
-        self.ids = torch.tensor([[row.answer.chosen[-1]] for row in rows], device=device)
-        self.draws = draws_of(rows, device)
+        self.ids = torch.tensor([[turn.answer.chosen[-1]] for turn in turns], device=device)
+        self.draws = draws_of(turns, device)
         self.replay: Callable[[], Tensor] | None = None
         self._ended: set[int] = set()
         by_kernel = all(row.steps_by_kernel for row in rows)
-        self._may_capture = by_kernel and steps.should_capture(model, max(left), _options(rows))
+        self._may_capture = by_kernel and steps.should_capture(model, max(left), _options(turns))
         if self._may_capture:
             self.replay = steps.recall(*self._captured_by())
 
     def _captured_by(self) -> tuple[Hashable, list[Tensor]]:
         """The key of a captured step, and all tensors that it reads and writes (`Steps.capture`)."""
         own = [self.ids] if self.draws is None else [self.ids, self.draws]
-        return (self.rows[0].answer.sampling, self.table.key), [*own, *self.table.tensors]
+        sampling = self.turns[0].answer.sampling
+        return (sampling, self.table.key), [*own, *self.table.tensors]
 
     def _run(self) -> Tensor:
         """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
         same tensors every time, so that it can be captured."""
         logits = forward(self.step_model, self.ids, self.table.positions[:, None], self.table)
-        picks = pick(self.rows, logits, self.draws)
+        picks = pick(self.turns, logits, self.draws)
         self.ids.copy_(picks[0, :, None])
         self.table.move_on()
         return picks
@@ -404,22 +410,22 @@ class Batch:
         if self._may_capture and self.replay is None and self.table.taken == FIRST_STEPS:
             self._may_capture = False
             self.replay = self.steps.capture(self.model, self._run, *self._captured_by())
-        for place, row in enumerate(self.rows):
-            if not row.running and place not in self._ended:
+        for place, turn in enumerate(self.turns):
+            if not turn.running and place not in self._ended:
                 self._ended.add(place)
                 self.table.end(place)
         if self.draws is not None:
-            self.draws.copy_(torch.tensor([row.answer.draw for row in self.rows]))
+            self.draws.copy_(torch.tensor([turn.answer.draw for turn in self.turns]))
         run_step = self.replay or self._run
         picks = run_step()
-        for row in self.rows:
-            if row.running:
-                row.count_step(1)
-        take(self.rows, picks, begin_s)
+        for turn in self.turns:
+            if turn.running:
+                turn.row.count_step(1)
+        take(self.turns, picks, begin_s)
         self.table.taken += 1
 
-    def should_shrink(self, running: Sequence[Row]) -> bool:
+    def should_shrink(self, running: Sequence[Turn]) -> bool:
         """Whether a new batch of the running rows alone should take this one's place."""
         if self.replay is None:
-            return len(running) < len(self.rows)
-        return len(running) <= len(self.rows) // 2
+            return len(running) < len(self.turns)
+        return len(running) <= len(self.turns) // 2

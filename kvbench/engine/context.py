@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
-from kvbench.engine.answer import Stopping
+from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, answer, copies_at_once, read
 from kvbench.engine.cost import Cost
@@ -98,6 +98,7 @@ class Context:
         if row.failure is not None:
             raise row.failure
         self._reading, self._row = start, row
+        self._said: Answer | None = None  # that was added last
         # One object for all questions, so that a capture that fails is tried once. It keeps no captured
         # step, since the model may change between two questions.
         self._steps = Steps(most_kept=0)
@@ -153,10 +154,10 @@ class Context:
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = self._question_ids(question)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop, generation_config)
+        ((answer, row, said),) = self._answers([ids], max_new_tokens, stop, generation_config)
         if keep:
-            self._ids += [*ids, *row.answer.chosen]
-            self._row = row
+            self._ids += [*ids, *said.chosen]
+            self._row, self._said = row, said
             self._turns += 1
         return answer
 
@@ -177,7 +178,7 @@ class Context:
         return [
             answer
             for first in range(0, len(ids), at_once)
-            for answer, _ in self._answers(
+            for answer, *_ in self._answers(
                 ids[first : first + at_once], max_new_tokens, stop, generation_config
             )
         ]
@@ -226,12 +227,12 @@ class Context:
         max_new_tokens: int,
         stop: str | Sequence[str],
         generation_config: bool,
-    ) -> list[tuple[Any, Row]]:
+    ) -> list[tuple[Any, Row, Answer]]:
         """Decode the answers to several questions (token ids) together.
 
         Returns:
-            for each question the answer, and the row that decoded it: a copy of the context's, with
-            question and answer added.
+            for each question the answer's text or token ids, the row that decoded it (a copy of the
+            context's, with question and answer added), and the answer.
 
         Raises:
             KVError: a wrong `max_new_tokens`, or `stop` without a tokenizer. What stopped a row is
@@ -249,23 +250,23 @@ class Context:
         acting = acting_options(model.generation_config) if generation_config else {}
         stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decoding, processors=acting)
         # What ended the answer before belongs to the conversation.
-        said = self._row.answer
-        end = said.chosen[len(said.tokens) :]
+        said = self._said
+        end = [] if said is None else said.chosen[len(said.tokens) :]
         rows = [self._row.clone() for _ in questions]
         asked = [
-            (self._reading, row, Question([*end, *ids], stopping))
+            (self._reading, row, Question([*end, *ids], stopping, after=said))
             for row, ids in zip(rows, questions, strict=True)
         ]
         with kvbench_attention_on(model):
             given = answer(model, asked, steps=self._steps)
-        answers: list[tuple[Any, Row]] = []
+        answers: list[tuple[Any, Row, Answer]] = []
         for row, one in zip(rows, given, strict=True):
             if one.failure is not None:
                 raise one.failure
             text = one.tokens if decoding is None else stopping.cut(decoding(one.tokens))
             if not text and self._closing is None and getattr(tokenizer, "chat_template", None):
                 _say_empty(self._row.label)
-            answers.append((text, row))
+            answers.append((text, row, one))
         return answers
 
 

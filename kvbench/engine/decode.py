@@ -1,15 +1,17 @@
-"""Passes that feed tokens to rows (`feed`), and how the rows' next tokens are chosen."""
+"""Passes that feed tokens to rows (`feed`), and how the next tokens of their answers are chosen."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvbench.engine.answer import Answer, NonFiniteLogits
 from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.device import input_device
 from kvbench.engine.prefill import forward_rows
@@ -109,41 +111,58 @@ def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
         row.fail(failure)
 
 
-def pick(rows: Sequence[Row], logits: Tensor, draws: Tensor | None) -> Tensor:
-    """Choose the next token of each row's answer from logits [rows, vocab]; returns what `Sampling.pick`
-    does, [2, rows]."""
-    if any(not row.answer.chosen or row.answer.stopping.processors for row in rows):
-        own = [logits[i : i + 1] for i in range(len(rows))]
+@dataclass
+class Turn:
+    """A row, and the answer that it gives now."""
+
+    row: Row
+    answer: Answer
+
+    @property
+    def running(self) -> bool:
+        """Whether the answer goes on: it has not ended, and the row has not failed."""
+        return self.row.failure is None and not self.answer.ended
+
+
+def pick(turns: Sequence[Turn], logits: Tensor, draws: Tensor | None) -> Tensor:
+    """Choose the next token of each answer from logits [turns, vocab]; returns what `Sampling.pick`
+    does, [2, turns]."""
+    if any(not turn.answer.chosen or turn.answer.stopping.processors for turn in turns):
+        own = [logits[i : i + 1] for i in range(len(turns))]
         parts = [
-            row.answer.process(one) if row.running else one
-            for row, one in zip(rows, own, strict=True)
+            turn.answer.process(one) if turn.running else one
+            for turn, one in zip(turns, own, strict=True)
         ]
         logits = torch.cat(parts)
-    return rows[0].answer.sampling.pick(logits, draws)
+    return turns[0].answer.sampling.pick(logits, draws)
 
 
-def draws_of(rows: Sequence[Row], device: torch.device) -> Tensor | None:
-    """The random numbers of the rows' next tokens, [rows]; None where tokens are not drawn."""
-    if rows[0].answer.sampling.greedy:
+def draws_of(turns: Sequence[Turn], device: torch.device) -> Tensor | None:
+    """The random numbers of the next tokens, [turns]; None where tokens are not drawn."""
+    if turns[0].answer.sampling.greedy:
         return None
-    return torch.tensor([row.answer.draw for row in rows], device=device)
+    return torch.tensor([turn.answer.draw for turn in turns], device=device)
 
 
-def take(rows: Sequence[Row], picks: Tensor, begin_s: float) -> None:
-    """Give every row that is running the token that was chosen for it ([2, rows], see `Sampling.pick`),
-    and its share of the seconds since `begin_s` by `time.perf_counter`."""
+def take(turns: Sequence[Turn], picks: Tensor, begin_s: float) -> None:
+    """Add to every answer that goes on the token that was chosen for it ([2, turns], see
+    `Sampling.pick`), and its share of the seconds since `begin_s` by `time.perf_counter`. A row whose
+    logits are not finite fails instead."""
     tokens, finite = picks.tolist()  # the step's only wait for the device
-    seconds = (time.perf_counter() - begin_s) / len(rows)
-    for row, token, is_finite in zip(rows, tokens, finite, strict=True):
-        if row.running:
-            row.answer.decode_s += seconds
-            row.take(token, bool(is_finite))
+    seconds = (time.perf_counter() - begin_s) / len(turns)
+    for turn, token, is_finite in zip(turns, tokens, finite, strict=True):
+        if turn.running:
+            turn.answer.decode_s += seconds
+            if is_finite:
+                turn.answer.take(token)
+            else:
+                turn.row.fail(NonFiniteLogits(len(turn.answer.chosen) + 1))
 
 
-def fail_late(rows: Sequence[Row]) -> None:
+def fail_late(turns: Sequence[Turn]) -> None:
     """Fail the rows whose time is over."""
     now_s = time.perf_counter()
-    for row in rows:
-        limit = row.answer.stopping.timeout_s
-        if limit is not None and row.running and now_s - row.answer.begin_s > limit:
-            row.fail(TimeoutError(f"the example took more than {limit:g} s"))
+    for turn in turns:
+        limit = turn.answer.stopping.timeout_s
+        if limit is not None and turn.running and now_s - turn.answer.begin_s > limit:
+            turn.row.fail(TimeoutError(f"the example took more than {limit:g} s"))

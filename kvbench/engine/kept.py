@@ -78,14 +78,16 @@ def frame_of(row: Row, words: Sequence[str | None]) -> pd.DataFrame:
     return frame
 
 
-def note_kept(rows: Sequence[Row], tokens: int) -> None:
-    """Let the answers of these rows say how much of each part of the prompt was held (`Answer.kept`)."""
+def strips_by_label(rows: Sequence[Row], tokens: int) -> dict[str, dict[str, Any]]:
+    """`strips_of` each of these rows that has not failed, by label."""
+    strips = {}
     for row in rows:
         if row.failure is None:
             try:
-                row.kept = strips_of(row, tokens)
+                strips[row.label] = strips_of(row, tokens)
             except KVError as failure:  # the method holds positions that the prompt does not have
                 row.fail(failure)
+    return strips
 
 
 def strips_of(row: Row, tokens: int) -> dict[str, Any]:

@@ -205,11 +205,12 @@ class Prefill(Pass):
             row.finish_audit()
         return sum(clock.seconds for clock in self.clocks)
 
-    def end(self, n: int, states: dict[int, State]) -> None:
-        """Let every row note its cost at the end of a prompt of n tokens, with copies of the states."""
+    def end(self, n: int, states: dict[int, State], prefill_s: float | None = None) -> None:
+        """Let every row note its cost at the end of a prompt of n tokens, with copies of the states.
+        `prefill_s`: see `Cost`."""
         self.exact.states = state_bytes(states)
         for row in self.rows:
-            row.end_prompt(n, self.exact, clone_of(states))
+            row.end_prompt(n, self.exact, clone_of(states), prefill_s)
 
 
 @dataclass
@@ -358,9 +359,7 @@ def prefill(
         break
     synchronize(device)
     seconds = time.perf_counter() - start - state.finish_audit()
-    state.end(n, state.states)
-    for row in rows:
-        row.prefill_s = seconds
+    state.end(n, state.states, seconds)
     exact_bytes = state.exact.at(n)
     return Reading(rows, None if lead else logits[0], seconds, exact_bytes, n, ids[:n], lead)
 

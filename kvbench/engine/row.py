@@ -1,4 +1,4 @@
-"""One method's answer to one prompt (`Row`): its caches and states, its tokens, its cost, its failure.
+"""One method on one prompt (`Row`): its caches and states, what they cost, its failure.
 
 Several rows decode together; each is a row of the batch with caches of its own.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.engine import check
-from kvbench.engine.answer import GREEDY, Answer, NonFiniteLogits, Sampling, Stopping
 from kvbench.engine.attention import LayerCall, UnsupportedModel
-from kvbench.engine.cache import GROW, Cache, Hook, cache_of
+from kvbench.engine.cache import GROW, Cache, Hook
 from kvbench.engine.cost import Cost, ExactBytes
 from kvbench.engine.device import release_frames
 from kvbench.engine.hooks import PeriodicCompression, hook_of
@@ -26,7 +26,6 @@ from kvbench.engine.states import State, clone_of, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import WHOLE, Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import HeldShape, Method, allowed_entries
-from kvbench.methods.exact import Exact
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def _say_repeated(label: str, position: int) -> None:
 @dataclass
 class Row:
     """One method on one prompt. The prefill calls `begin_prompt`, `compress` or `keep` for every layer,
-    and `end_prompt`; then passes feed tokens; `finish` audits.
+    and `end_prompt`; then passes feed tokens; `audit` ends them.
 
     Attributes:
         label: the method's name in this job.
@@ -68,22 +67,20 @@ class Row:
         states: the state of each layer that holds one in place of keys, by the layer's index.
         entries: for each layer that the method compresses, [kv_heads] int64, the entries that each head
             holds of the prompt. Counts made on a GPU stay there until `finish_audit`.
-        shapes: the sizes of these layers' caches after the prompt, by the layer's index.
         carried: the tensors that the method stored at earlier layers of this prompt.
         compressed: whether the method compresses this prompt.
         failure: the exception that stopped this row, or None; the other rows go on.
+        clocks: the clocks of compression.
         prompt_cost: the cost at the end of the prefill; None before.
-        exact: the bytes of the exact cache of the same prompt.
+        end_cost: the cost as of the last audit; None before, and after a failure.
+        exact: the bytes of the exact cache of the same prompt, by the number of tokens.
+        exact_bytes: these bytes after the prompt and after every step since.
         table_of: the number of tokens of the pass that read the prompt, whose rotary table the keys
             have: more than the prompt's where tokens that are held back were in it (`prefill`).
         fed: the number of tokens fed since the prompt.
-        clocks: clocks of compression that are still to be read.
-        bytes_end: the bytes that were held at the last audit; None before.
-        answer: the answer that the row gives now.
-        kept: see `Answer.kept`.
 
     Raises:
-        KVError: the method holds no cache (`Method.holds_a_cache`).
+        KVError: see `Method.check_decodes`.
     """
 
     label: str
@@ -95,30 +92,19 @@ class Row:
     caches: dict[int, tuple[Cache, ...]] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     entries: dict[int, Tensor] = field(default_factory=dict)
-    shapes: dict[int, HeldShape] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
     failure: Exception | None = None
+    clocks: list[Elapsed] = field(default_factory=list)
     prompt_cost: Cost | None = None
+    end_cost: Cost | None = None
     exact: ExactBytes = field(default_factory=ExactBytes)
+    exact_bytes: list[int] = field(default_factory=list)
     table_of: int = 0
     fed: int = 0
-    clocks: list[Elapsed] = field(default_factory=list)
-    compress_s: float = 0.0
-    bytes_end: int | None = None
-    answer: Answer = field(default_factory=lambda: Answer(Stopping(1)))
-    prefill_s: float | None = None
-    kept: dict[str, Any] | None = None
-    # The bytes of the exact cache after the prompt and after each step since: their sum and number.
-    _exact_sum: int = 0
-    _moments: int = 0
 
     def __post_init__(self) -> None:
-        if not self.method.holds_a_cache:
-            raise KVError(
-                f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
-                "decode with; allowed: task=lm_eval, which takes likelihoods alone"
-            )
+        self.method.check_decodes()
 
     # --- the prompt -------------------------------------------------------------------------------
 
@@ -126,7 +112,7 @@ class Row:
         """Begin to read a prompt of n tokens, anew if it was begun before. It will be compressed if it
         is longer than its capacity and the method uses the budget."""
         self._release()
-        self.clocks, self.compress_s, self.fed, self.bytes_end = [], 0.0, 0, None
+        self.clocks, self.fed, self.end_cost = [], 0, None
         self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
@@ -193,7 +179,6 @@ class Row:
                 average where heads hold different numbers.
             KVError: the method does two things while decoding that exclude each other.
         """
-        self.shapes[layer] = HeldShape.of(kept)
         hook = self._hook(layer, capacity, limit, prompt)
         scheme = self.method.quantization()
         caches = []
@@ -204,7 +189,7 @@ class Row:
                     "decoding; allowed: one or the other"
                 )
             how: Any = {"capacity": capacity, "scheme": scheme, "layer": layer, "seed": self.seed}
-            caches.append(cache_of(part, self.room, hook, **how))
+            caches.append(Cache(part, self.room, hook, **how))
         self.caches[layer] = tuple(caches)
         lengths = kept.lengths
         self.entries[layer] = caches[0].count() if lengths is None else lengths[0].cpu()
@@ -247,8 +232,8 @@ class Row:
             raise BudgetExceeded(self.label, layer, capacity, charged)
 
     def finish_audit(self) -> None:
-        """Audit the layers whose entries a GPU has counted, waiting for it once, and read the clocks.
-        Say so where a head of the first layer holds a position of the prompt twice."""
+        """Audit the layers whose entries a GPU has counted, waiting for it once. Say so where a head of
+        the first layer holds a position of the prompt twice."""
         on_device = [layer for layer, counts in self.entries.items() if counts.is_cuda]
         if on_device:
             device = self.entries[on_device[0]].device
@@ -266,7 +251,6 @@ class Row:
             repeated = self._first_repeated()
             if repeated is not None:
                 _say_repeated(self.label, repeated)
-        self._read_clocks()
 
     def _first_repeated(self) -> int | None:
         """The first position that a head of the first compressed layer holds twice; None without one."""
@@ -281,44 +265,59 @@ class Row:
                 return int(positions[:, 1:][twice][0])
         return None
 
-    def end_prompt(self, n: int, exact: ExactBytes, states: dict[int, State]) -> None:
-        """Note the states and the cost when the prompt's n tokens have been read and compressed.
+    def end_prompt(
+        self, n: int, exact: ExactBytes, states: dict[int, State], prefill_s: float | None = None
+    ) -> None:
+        """Note the states and the cost when the prompt's n tokens have been read and compressed. Waits
+        for a GPU that is still compressing.
 
         Args:
             exact: the bytes of the exact cache.
+            prefill_s: see `Cost`.
         """
-        self.states = states
-        extras: Any = {}
-        if self.failure is None:
-            try:
-                extras = self.method.extras(n, self.shapes)
-            except Exception as failure:  # noqa: BLE001 - this method's failure is its own record
-                self.fail(failure)
-        cost = Cost(
+        self.states, self.exact, self.exact_bytes, self.fed = states, exact, [exact.at(n)], 0
+        self.prompt_cost = cost = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
             exact_bytes=exact.at(n),
             compressed=self.compressed or self.method.quantize is not None,
+            compress_s=sum(clock.seconds for clock in self.clocks),
+            prefill_s=prefill_s,
         )
-        if self.failure is None:
-            entries = torch.cat([counts.cpu() for counts in self.entries.values()])
-            cost = replace(
-                cost,
-                entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
-                cache_bytes=self.cache_bytes(),
-                extras=extras,
-            )
-            is_exact = isinstance(self.method, Exact) and self.method.quantize is None
-            if is_exact and cost.cache_bytes != cost.exact_bytes:
-                self.fail(
-                    UnsupportedModel(
-                        f"the exact cache holds {cost.cache_bytes} bytes, and the model's keys and "
-                        f"values of {n} tokens have {cost.exact_bytes}; allowed: models of which it "
-                        "holds all"
-                    )
+        if self.failure is not None:
+            return
+        try:
+            extras: Any = self.method.extras(n, self._shapes())
+        except Exception as failure:  # noqa: BLE001 - this method's failure is its own record
+            self.fail(failure)
+            return
+        entries = torch.cat([counts.cpu() for counts in self.entries.values()])
+        self.prompt_cost = cost = replace(
+            cost,
+            entries={"mean": float(entries.float().mean()), "max": int(entries.max())},
+            cache_bytes=self.cache_bytes(),
+            extras=extras,
+        )
+        if self.method.is_exact and cost.cache_bytes != cost.exact_bytes:
+            self.fail(
+                UnsupportedModel(
+                    f"the exact cache holds {cost.cache_bytes} bytes, and the model's keys and values "
+                    f"of {n} tokens have {cost.exact_bytes}; allowed: models of which it holds all"
                 )
-        self.prompt_cost, self.exact, self.fed = cost, exact, 0
-        self._exact_sum, self._moments = exact.at(n), 1
+            )
+
+    def _shapes(self) -> dict[int, HeldShape]:
+        """The sizes of the caches of the layers that the method compresses, by the layer's index."""
+        shapes = {}
+        for layer in self.entries:
+            caches = self.caches[layer]
+            keys, values = caches[0].keys, caches[0].values
+            heads = sum(cache.keys.shape[0] for cache in caches)
+            longest = max(cache.length for cache in caches)
+            shapes[layer] = HeldShape(
+                heads, longest, keys.shape[2], values.shape[2], keys.element_size()
+            )
+        return shapes
 
     # --- tokens after it --------------------------------------------------------------------------
 
@@ -353,42 +352,7 @@ class Row:
     def count_step(self, tokens: int) -> None:
         """Note a step that fed `tokens` tokens."""
         self.fed += tokens
-        self._exact_sum += self.exact.at(self.tokens)
-        self._moments += 1
-
-    def begin_answer(
-        self,
-        stopping: Stopping,
-        sampling: Sampling = GREEDY,
-        uniforms: Tensor | None = None,
-        before: Sequence[int] = (),
-        begin_s: float = 0.0,
-    ) -> None:
-        """Begin to answer the next question. `uniforms`, `before`, `begin_s`: see `Answer`."""
-        self.answer = Answer(stopping, sampling, uniforms, before, begin_s)
-
-    @property
-    def running(self) -> bool:
-        """Whether the answer goes on: it has not ended, and the row has not failed."""
-        return self.failure is None and not self.answer.ended
-
-    def take(self, token: int, is_finite: bool) -> None:
-        """Add a token to the answer. If the logits from which it was chosen are not finite, the row
-        fails instead."""
-        if self.failure is None and not is_finite:
-            self.fail(NonFiniteLogits(len(self.answer.chosen) + 1))
-        if self.failure is None:
-            self.answer.take(token)
-
-    def finish(self, batch: int) -> Answer:
-        """Audit the row, and return its answer with what it cost. `batch`: see `Cost`."""
-        self.try_audit()
-        answer = self.answer
-        answer.failure, answer.kept = self.failure, self.kept
-        answer.cost = replace(
-            self.cost(), decode_s=answer.decode_s, new_tokens=len(answer.chosen), batch=batch
-        )
-        return answer
+        self.exact_bytes.append(self.exact.at(self.tokens))
 
     def clone(self) -> Row:
         """A copy with caches, states and costs of its own, which can decode another continuation."""
@@ -397,20 +361,19 @@ class Row:
             caches={i: tuple(cache.clone() for cache in own) for i, own in self.caches.items()},
             states=clone_of(self.states),
             entries=dict(self.entries),
-            shapes=dict(self.shapes),
             carried=dict(self.carried),
-            clocks=list(self.clocks),
+            exact_bytes=list(self.exact_bytes),
         )
 
     def fail(self, failure: Exception) -> None:
         """End this row with a failure, and release its memory for the other rows."""
         self.failure = failure
-        self.bytes_end = None
+        self.end_cost = None
         release_frames(failure)
         self._release()
 
     def _release(self) -> None:
-        for held in (self.caches, self.entries, self.shapes, self.carried):
+        for held in (self.caches, self.entries, self.carried):
             held.clear()
 
     # --- cost and audit ---------------------------------------------------------------------------
@@ -426,26 +389,37 @@ class Row:
 
     def audit(self) -> None:
         """Count the entries of every layer again, after the last token, and compare them with what the
-        caches and the budget allow (`Cache.allowed`, `allowed_entries`).
+        caches and the budget allow (`Cache.allowed`, `allowed_entries`). Then note the cost.
 
         Raises:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
                 together hold more than the budget (one entry a layer of rounding).
         """
-        total = 0
+        assert self.prompt_cost is not None
+        total, entries_left = 0, False
         for layer, entries in self.entries.items():
-            after_prompt = self.charged(layer, entries)
-            now = self.charged(layer, self.held_entries(layer))
+            after_prompt, held = self.charged(layer, entries), self.held_entries(layer)
+            now = self.charged(layer, held)
             allowed = self.caches[layer][0].allowed(after_prompt, self.fed)
             if now > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, now)
             total += after_prompt
-        assert self.prompt_cost is not None
+            entries_left |= int(held.max()) < int(entries.max()) + self.fed
         layers, n = len(self.entries), self.prompt_cost.prompt_tokens
-        allowed = allowed_entries(self.method, self.budget, n, layers).entries
+        allowed, preset = allowed_entries(self.method, self.budget, n, layers)
         if total > allowed + layers:
             raise BudgetExceeded(self.label, -1, allowed, total)
-        self.bytes_end = self.cache_bytes()
+        all_caches = [cache for caches in self.caches.values() for cache in caches]
+        states = state_bytes(self.states)
+        self.end_cost = replace(
+            self.prompt_cost,
+            cache_bytes_end=self.cache_bytes(),
+            cache_bytes_peak=sum(cache.bytes_peak for cache in all_caches) + states,
+            cache_bytes_mean=sum(cache.bytes_mean for cache in all_caches) + states,
+            exact_bytes_mean=fmean(self.exact_bytes),
+            compressed=self.prompt_cost.compressed or entries_left,
+            budget_preset=preset,
+        )
 
     def try_audit(self) -> None:
         """`audit`; the row fails where it raises."""
@@ -455,58 +429,10 @@ class Row:
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 self.fail(failure)
 
-    def _read_clocks(self) -> None:
-        """Wait for a GPU that is still compressing, and add up its seconds."""
-        self.compress_s += sum(clock.seconds for clock in self.clocks)
-        self.clocks = []
-
     def cost(self) -> Cost:
-        """The cost as of the prefill and, if there was one, the last `audit`. Waits for the device."""
+        """The cost as of the last `audit`, or of the prefill."""
         assert self.prompt_cost is not None, "the prompt has not been read"
-        self._read_clocks()
-        cost = replace(self.prompt_cost, compress_s=self.compress_s, prefill_s=self.prefill_s)
-        if self.bytes_end is None:
-            return cost
-        entries_left = any(
-            int(self.held_entries(layer).max()) < int(entries.max()) + self.fed
-            for layer, entries in self.entries.items()
-        )
-        over_time = [cache.bytes_over_time() for caches in self.caches.values() for cache in caches]
-        states = state_bytes(self.states)
-        return replace(
-            cost,
-            cache_bytes_end=self.bytes_end,
-            cache_bytes_peak=sum(cache.peak for cache in over_time) + states,
-            cache_bytes_mean=sum(cache.mean for cache in over_time) + states,
-            exact_bytes_mean=self._exact_sum / self._moments,
-            compressed=cost.compressed or entries_left,
-            budget_preset=allowed_entries(
-                self.method, self.budget, cost.prompt_tokens, len(self.entries)
-            ).preset,
-        )
-
-
-def rows_of(
-    methods: Mapping[str, tuple[Method, Budget]],
-    tokens: int,
-    held_back: int,
-    seed: int,
-    example_id: str,
-    room: int,
-) -> list[Row]:
-    """A row for each method (by label, with its budget) and a prompt of `tokens` tokens, of which the
-    last `held_back` are not compressed. If these are all, every row is exact."""
-    return [
-        Row(
-            label,
-            method if held_back < tokens else Exact(),
-            budget,
-            seed,
-            example_id,
-            held_back + room,
-        )
-        for label, (method, budget) in methods.items()
-    ]
+        return self.end_cost or self.prompt_cost
 
 
 def heads_of(kept: CompressedKV) -> Iterable[CompressedKV]:

@@ -46,7 +46,7 @@ def check_decode(value: object, device: torch.device) -> str:
     return str(value)
 
 
-class Captured(NamedTuple):
+class CapturedStep(NamedTuple):
     """A captured step: the function that replays it, and the tensors that it reads and writes."""
 
     replay: Callable[[], Tensor]
@@ -79,7 +79,7 @@ class Steps:
         self.most_kept = most_kept
         self.failed = False
         self.said = False
-        self.kept: dict[Hashable, Captured] = {}
+        self.kept: dict[Hashable, CapturedStep] = {}
         self._compiled: Any = None
 
     def model_for_steps(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -173,7 +173,7 @@ class Steps:
             graph.replay()
             return result
 
-        self.kept[key] = Captured(replay, tensors)
+        self.kept[key] = CapturedStep(replay, tensors)
         if len(self.kept) > self.most_kept:
             oldest = next(iter(self.kept))
             del self.kept[oldest]

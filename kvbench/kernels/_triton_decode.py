@@ -1,4 +1,4 @@
-"""Triton kernels of `decode_attention`: split over the entries, then reduced (flash decoding).
+"""Triton kernels of `decode`: split over the entries, then reduced (flash decoding).
 
 The entries of each KV head of each row are cut into chunks of equal size. The kernels run one after the
 other:
@@ -306,7 +306,7 @@ def attention(
     sinks: Tensor | None,
     return_mass: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`decode_attention.weighted_decode_attention` on CUDA: two launches, and one more for the attention
+    """`decode.weighted_decode_attention` on CUDA: two launches, and one more for the attention
     of the entries. The host reads nothing back. The query has the dtype of the entries; `pointers`,
     `longest`, `chunk` and `aligned` are those of one `RowPointers`."""
     rows, heads, dim = query.shape
@@ -371,7 +371,7 @@ def attention(
 
 @on_its_device
 def append(pointers: Tensor, lengths: Tensor, key: Tensor, value: Tensor) -> None:
-    """`decode_attention.append_entries` on CUDA: one launch."""
+    """`decode.append_entries` on CUDA: one launch."""
     rows, kv_heads, dim = key.shape
     value_dim = value.shape[2]
     append_kernel[(rows * kv_heads,)](

@@ -143,7 +143,7 @@ def evict(
     values: Tensor,
     longest: int,
 ) -> None:
-    """`eviction.evict_entries` on CUDA: two launches. `pointers` and `longest` are those of one
+    """`decode.evict_entries` on CUDA: two launches. `pointers` and `longest` are those of one
     `RowPointers`, `keys` and `values` those of any of its rows."""
     kv_heads, _, dim = keys.shape
     value_dim = values.shape[2]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvbench.kernels.row_pointers import COLUMNS
+from kvbench.kernels.decode import COLUMNS
 
 TABLE_COLUMNS = tl.constexpr(len(COLUMNS))
 KEYS = tl.constexpr(COLUMNS.index("keys"))

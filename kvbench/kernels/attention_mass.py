@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped, softmax
 
 TILE_ELEMENTS = 1 << 20
 """How many attention scores are computed at a time: 4 MiB of float32, so that they stay in cache."""
@@ -91,7 +90,7 @@ def attention_mass(
             seen, rows = n - m + stop, stop - start
             block = q[head, :, start:stop].reshape(group * rows, dim)
             scores = (block @ k[head, :seen].T).view(group, rows, seen)
-            capped(scores, softcap)
+            softcapped(scores, softcap)
             future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
             mass[head, :, :seen] += softmax(scores, own_sinks).sum(1)

@@ -28,8 +28,8 @@ from kvbench.kernels.quantize import (
     pack,
     pack_bits,
     packed_bytes,
+    packed_products,
     pieces,
-    products,
     signs,
 )
 
@@ -199,7 +199,7 @@ class Signs(Block):
         norms, outlier_norms = self.norms.float(), self.outlier_norms.float()
         if not m_out:
             bits = self.bits.flatten(1, 2)
-            dots = products(projected, self.count, lambda rows: signs(bits[:, rows]))
+            dots = packed_products(projected, self.count, lambda rows: signs(bits[:, rows]))
             return dots.mul_(norms.flatten(1)[:, None] * (unit / m))
         other_norms = (norms.square() - outlier_norms.square()).clamp_(min=0).sqrt_()
         dots = query.new_empty(heads, groups, query.shape[1], group)

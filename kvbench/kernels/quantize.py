@@ -268,7 +268,7 @@ class Packed(ValueBlock):
     def dot(self, query: Tensor) -> Tensor:
         if self.by_channel:  # a query weights the channels
             return mixture(query.float(), self.along, self.restored)
-        return products(query.float(), self.count, self.restored)
+        return packed_products(query.float(), self.count, self.restored)
 
     def mix(self, weights: Tensor) -> Tensor:
         return mixture(weights.float(), self.along, self.restored)
@@ -367,7 +367,7 @@ def pieces(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def products(query: Tensor, rows: int, restored: Callable[[slice], Tensor]) -> Tensor:
+def packed_products(query: Tensor, rows: int, restored: Callable[[slice], Tensor]) -> Tensor:
     """Inner products of query [heads, q, d] float32 with so many rows, of which `restored` makes some
     at a time, [heads, ..., d] float32: [heads, q, rows]."""
     out = query.new_empty(*query.shape[:2], rows)
@@ -377,8 +377,8 @@ def products(query: Tensor, rows: int, restored: Callable[[slice], Tensor]) -> T
 
 
 def mixture(weights: Tensor, width: int, restored: Callable[[slice], Tensor]) -> Tensor:
-    """Sums, with weights [heads, q, rows] float32, of rows of `width` numbers (see `products`): [heads,
-    q, width]."""
+    """Sums, with weights [heads, q, rows] float32, of rows of `width` numbers (`packed_products`):
+    [heads, q, width]."""
     out = weights.new_zeros(*weights.shape[:2], width)
     for part in pieces(weights.shape[-1], weights.shape[0] * width, weights.device):
         out.baddbmm_(weights[..., part], restored(part))

@@ -26,8 +26,8 @@ from kvbench.kernels.quantize import (
     looked_up,
     mixture,
     pack_bits,
+    packed_products,
     pieces,
-    products,
     signs,
     unpack_bits,
 )
@@ -208,10 +208,10 @@ class Coder:
         [heads, q, n] float32. The query is rotated (and projected) once; no vector is rotated back."""
         codes, norms, *residual = encoded
         n = norms.shape[1]
-        dots = products(query @ self.rotation.T, n, partial(self._restored, codes))
+        dots = packed_products(query @ self.rotation.T, n, partial(self._restored, codes))
         if self.projection is not None:
             bits, residual_norms = residual
-            signed = products(query @ self.projection.T, n, partial(self._signs, bits))
+            signed = packed_products(query @ self.projection.T, n, partial(self._signs, bits))
             dots += signed.mul_(self._sign_factors(residual_norms))
         return dots.mul_(norms.float()[:, None])
 

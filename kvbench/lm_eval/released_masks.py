@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.loading import Model
 from kvbench.engine.prefill import Reading, forward_rows, layer_kv
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.methods.base import Method
 from kvbench.methods.h2o import H2O
 
 
@@ -78,6 +79,11 @@ def released_ratios(method: H2O, budget: Budget) -> tuple[float, float]:
             "share of the sequence, as budget.total_rate"
         )
     return method.heavy_fraction * budget.share, (1.0 - method.heavy_fraction) * budget.share
+
+
+def is_mask(method: Method) -> TypeGuard[H2O]:
+    """Whether a method is one of the released masks, and no cache."""
+    return isinstance(method, H2O) and method.semantics != "paper"
 
 
 def masked_entries(method: H2O, budget: Budget, n: int) -> int:
@@ -144,7 +150,7 @@ def released_mask(
         return seen
     for begin in range(0, n, QUERY_ROWS):
         block = slice(begin, begin + QUERY_ROWS)
-        logits = capped(queries[:, block].float() @ keys.float().mT * scaling, softcap)
+        logits = softcapped(queries[:, block].float() @ keys.float().mT * scaling, softcap)
         logits = logits.masked_fill(distance[block] < 0, -torch.inf)
         rows = softmax(logits, None if sinks is None else sinks[:, None])
         if semantics == "global":

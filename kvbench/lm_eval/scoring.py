@@ -20,8 +20,7 @@ from kvbench.engine.loading import Model
 from kvbench.engine.row import prompt_name
 from kvbench.engine.tokenizer import Tokenizer, repeating_encoder
 from kvbench.errors import UserError
-from kvbench.lm_eval.released_masks import imagined_cost, masked_scores
-from kvbench.methods.h2o import H2O
+from kvbench.lm_eval.released_masks import imagined_cost, is_mask, masked_scores
 from kvbench.run.plan import Methods
 
 log = logging.getLogger(__name__)
@@ -136,9 +135,7 @@ def answer_requests(
     answers: list[dict[str, Likelihood]] = [{} for _ in pairs]
     # H2O's released masks are no cache: each continuation is a pass of its own.
     masks = {
-        label: (method, budget)
-        for label, (method, budget) in methods.items()
-        if isinstance(method, H2O) and not method.holds_a_cache
+        label: (method, budget) for label, (method, budget) in methods.items() if is_mask(method)
     }
     with_caches = {label: pair for label, pair in methods.items() if label not in masks}
     plain = [method for method, _ in with_caches.values()]

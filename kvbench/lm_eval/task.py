@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
+from kvbench.lm_eval.released_masks import is_mask
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Fields, Methods, WorkItem
@@ -91,7 +92,7 @@ class HarnessTask(Probe):
         """
         if session.compress_after != "all_but_last":
             for label, (method, _) in methods.items():
-                if method.holds_a_cache:
+                if not is_mask(method):
                     raise TaskError(
                         f"compress_after is {session.compress_after!r} and {label!r} takes likelihoods "
                         "from its cache; allowed: all_but_last (a mask over prompt and answer, which "

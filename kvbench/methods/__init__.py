@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.errors import check_known
-from kvbench.kernels.row_pointers import Eviction
+from kvbench.kernels.decode import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, keep_all
 from kvbench.methods._draws import place, places, uniforms
 from kvbench.methods._select import (

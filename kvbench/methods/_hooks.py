@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.kv import Budget, CompressedKV
+from kvbench.kv import Budget
 
 # --- what a method may do while decoding ----------------------------------------------------------
 
@@ -45,11 +45,6 @@ class HeldShape(NamedTuple):
     dim: int
     value_dim: int
     itemsize: int
-
-    @classmethod
-    def of(cls, cache: CompressedKV) -> HeldShape:
-        _, heads, entries, dim = cache.keys.shape
-        return cls(heads, entries, dim, cache.values.shape[3], cache.keys.element_size())
 
 
 @dataclass(frozen=True)

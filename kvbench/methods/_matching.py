@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, NonNegative, Odd, Whole, check_options
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped
 from kvbench.kv import KVError
 from kvbench.methods._least_squares import (
     extend_gram,
@@ -77,7 +77,7 @@ class Block(NamedTuple):
             log_weights: [n], the log-weights that the entries have already; None where all are 0.
             sinks: [m], the logit of each query's attention sink; None without.
         """
-        logits = capped(keys.float() @ (queries.float() * scaling).mT, softcap)
+        logits = softcapped(keys.float() @ (queries.float() * scaling).mT, softcap)
         if log_weights is not None:
             logits = logits + log_weights[:, None]
         top = logits.amax(0)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvbench.errors import check_known
 from kvbench.errors.options import check_options
+from kvbench.kernels.decode import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme, SchemeError
-from kvbench.kernels.row_pointers import Eviction
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._hooks import (
@@ -289,10 +289,16 @@ class Method(ABC):
         return None
 
     @property
-    def holds_a_cache(self) -> bool:
-        """False for a method that only scores likelihoods, in one masked pass over prompt and answer
-        (`kvbench.lm_eval.released_masks`)."""
-        return True
+    def is_exact(self) -> bool:
+        """Whether the method holds the model's own cache: every entry, in the model's dtype."""
+        return False
+
+    def check_decodes(self) -> None:  # noqa: B027 - most methods have no such options
+        """Refuse options with which the method holds no cache that could decode.
+
+        Raises:
+            KVError: the option, and what is allowed.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,3 +19,7 @@ class Exact(Method):
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return keep_all(layer)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.quantize is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Fraction
-from kvbench.kernels.row_pointers import Eviction
+from kvbench.kernels.decode import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent, group_mean
 from kvbench.methods.base import TokenScoringMethod
@@ -71,11 +71,7 @@ class H2O(TokenScoringMethod):
         return mass.amax(-1, keepdim=True) - mass
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        if self.semantics != "paper":
-            raise KVError(
-                f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
-                "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
-            )
+        self.check_decodes()
         capacity = budget.capacity(layer.n)
         recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
@@ -100,6 +96,9 @@ class H2O(TokenScoringMethod):
         """How many entries of a cache of `capacity` are the most recent tokens."""
         return capacity - round(self.heavy_fraction * capacity)
 
-    @property
-    def holds_a_cache(self) -> bool:
-        return self.semantics == "paper"
+    def check_decodes(self) -> None:
+        if self.semantics != "paper":
+            raise KVError(
+                f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
+                "holds no cache to decode with; allowed: paper, or task=lm_eval (likelihoods alone)"
+            )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import keep_marked, top_positions, with_sink_and_window
 from kvbench.methods.base import Method, Replay, SecondPass
@@ -57,7 +56,7 @@ def largest_attention(
         rows = block.shape[3]
         visible = keys[:, :, : count - length + begin + rows]
         logits = (block.flatten(2, 3) @ visible.mT).unflatten(2, (-1, rows))
-        logits = capped(logits, layer.softcap)
+        logits = softcapped(logits, layer.softcap)
         logits[..., -rows:].masked_fill_(future[:rows, :rows], -torch.inf)
         attention = softmax(logits, layer_sinks)[..., sink : sink + stop - start]
         if query_factors is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.errors.options import Count, Fraction, Odd, Share
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Schedule
@@ -197,7 +197,7 @@ class RKV(Method):
         queries = layer.queries[:, :, available - self.window :].float()
         grouped = queries.unflatten(1, (layer.keys.shape[1], -1))
         logits = grouped @ layer.keys[:, :, None, :before].float().mT * layer.scaling
-        logits = capped(logits, layer.softcap)
+        logits = softcapped(logits, layer.softcap)
         importance = logits.amax(2).softmax(-1).mean(2)
         importance = F.max_pool1d(importance, self.kernel_size, 1, self.kernel_size // 2)
         redundant = redundancy(layer.keys, self.retain)[:, :, :before]

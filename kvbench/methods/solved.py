@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Count, NonNegative, Text
-from kvbench.kernels.row_pointers import Eviction
+from kvbench.kernels.decode import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._least_squares import bounded_least_squares, least_squares, squared_norm
 from kvbench.methods._matching import Block, Solution
@@ -94,10 +94,7 @@ class Solved(Wrapper):
 
     def _check_inner(self, inner: Method) -> None:
         super()._check_inner(inner)
-        if not inner.holds_a_cache:
-            raise KVError(
-                f"solved.of is {self.of!r} with options that hold no cache; allowed: options that do"
-            )
+        inner.check_decodes()
         if inner.schedule is not None:
             raise KVError(
                 f"solved.of is {self.of!r} with options that compress again while decoding; allowed: "

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvbench.kernels.row_pointers import Eviction
+from kvbench.kernels.decode import Eviction
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods._select import positions_between
 from kvbench.methods.base import Method

@@ -18,9 +18,8 @@ from kvbench.engine.attention import signed_mean
 from kvbench.engine.cost import Cost
 from kvbench.engine.row import layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
+from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kernels.quantize import Quantization, Scheme
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import LayerProbe, Repeats, encoded_prompts, failed
@@ -100,7 +99,7 @@ def logits_of(keys: Tensor, queries: Tensor, layer: LayerKV) -> Tensor:
     kv_heads = keys.shape[1]
     grouped = queries.double().view(batch, kv_heads, heads // kv_heads, m, dim)
     logits = grouped @ keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
-    return capped(logits, layer.softcap)
+    return softcapped(logits, layer.softcap)
 
 
 def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:

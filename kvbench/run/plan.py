@@ -17,13 +17,12 @@ from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.ask import Question, answer, converse, read, room_of
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import free_memory, is_out_of_memory, release_frames
-from kvbench.engine.kept import note_kept
+from kvbench.engine.kept import strips_by_label
 from kvbench.engine.prefill import Reading
 from kvbench.engine.row import Row
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
-from kvbench.methods.exact import Exact
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
@@ -232,7 +231,7 @@ class TaskPlan(Plan):
                 "golden answers)"
             )
         if session.compress_after == "prompt" and not all(
-            isinstance(method, Exact) and method.quantize is None for method, _ in methods.values()
+            method.is_exact for method, _ in methods.values()
         ):
             for encoded in examples:
                 if encoded.example.max_new_tokens == 1:
@@ -273,12 +272,11 @@ class TaskPlan(Plan):
     ) -> list[list[Fields]]:
         """Prefill the prompts of several items, decode their answers together, and score them."""
         _warm_up(*work[0], session)
-        talks = []
+        talks, kept = [], list[dict[str, Any]]()
         for item, methods in work:
             asked = _conversations(item, session)
             reading = _read(item, methods, session, room_of(asked))
-            if item.notes_kept:
-                note_kept(reading.rows, reading.n)
+            kept.append(strips_by_label(reading.rows, reading.n) if item.notes_kept else {})
             talks.append((reading, asked))
         answers = converse(
             session.model,
@@ -289,11 +287,11 @@ class TaskPlan(Plan):
         )
         return [
             [
-                self._record(item, record_id, label, one, session)
+                self._record(item, record_id, label, one, session, strips.get(label))
                 for label, own in by_label.items()
                 for record_id, one in zip(item.record_ids, own, strict=True)
             ]
-            for (item, _), by_label in zip(work, answers, strict=True)
+            for (item, _), by_label, strips in zip(work, answers, kept, strict=True)
         ]
 
     def _record(
@@ -303,8 +301,9 @@ class TaskPlan(Plan):
         label: str,
         result: Answer,
         session: Session,
+        kept: dict[str, Any] | None,
     ) -> Fields:
-        """The record of one method's answer to one example."""
+        """The record of one method's answer to one example. `kept`: see `strips_by_label`."""
         encoded: EncodedExample = item.payload[record_id]
         example = encoded.example
         if result.failure is None:
@@ -322,10 +321,8 @@ class TaskPlan(Plan):
         }
         if result.cost.prompt_tokens:
             fields["held_back"] = encoded.n - result.cost.prompt_tokens
-        if result.kept is not None and record_id == item.record_ids[0]:
-            fields["kept"] = result.kept | pieces_of(
-                encoded, result.kept, session.encoder.tokenizer
-            )
+        if kept is not None and record_id == item.record_ids[0]:
+            fields["kept"] = kept | pieces_of(encoded, kept, session.encoder.tokenizer)
         positions = session.encoder.max_positions
         if positions is not None and encoded.n > positions:
             fields |= {"beyond_positions": True, "max_positions": positions}

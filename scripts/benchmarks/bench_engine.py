@@ -41,7 +41,7 @@ from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on, switch_to_kvbench
 from kvbench.engine.ask import Question, answer_each, converse, read, score
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import cache_of
+from kvbench.engine.cache import Cache
 from kvbench.engine.device import small_pass, threads_are_ours
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.loading import load_model
@@ -229,7 +229,7 @@ def bench_layer(options: argparse.Namespace) -> None:
         method = build_method(name)
         compressed = method.compress(layer, RATE, torch.Generator().manual_seed(0))
         capacity = RATE.capacity(tokens) if method.saves_memory else tokens
-        cache = cache_of(
+        cache = Cache(
             compressed,
             new * (options.runs + 1),  # room for the new tokens
             hook_of(method, capacity, 0),

@@ -33,7 +33,7 @@ from kvbench.kernels import (
     _triton_philox,
     _triton_walk,
 )
-from kvbench.kernels.row_pointers import COLUMNS
+from kvbench.kernels.decode import COLUMNS
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 DIMS = (64, 80, 96, 128, 256)

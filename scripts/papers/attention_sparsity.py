@@ -16,7 +16,7 @@ import torch
 from _common import WIKITEXT, Run, started
 from torch import Tensor
 
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped
 from kvbench.kv import LayerKV
 
 BLOCK = 1 << 22
@@ -41,7 +41,7 @@ def sparsity(layer: LayerKV, shares: Sequence[float]) -> Tensor:
     positions = torch.arange(n, device=keys.device)
     for start in range(0, n, rows):
         block = positions[start : start + rows]
-        logits = capped(queries[:, :, block] @ keys * layer.scaling, layer.softcap)
+        logits = softcapped(queries[:, :, block] @ keys * layer.scaling, layer.softcap)
         seen = positions[None] <= block[:, None]
         largest = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
         for i, share in enumerate(shares):

@@ -29,8 +29,7 @@ from kvbench.engine.device import input_device
 from kvbench.engine.prefill import Capture, forward_rows
 from kvbench.engine.rotary import table_change
 from kvbench.errors import UserError
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import softcapped, softmax
 from kvbench.methods.h2o import H2O
 from kvbench.probes.base import places
 from kvbench.tasks.encoding import encode_start
@@ -123,7 +122,7 @@ class Band(Reading):
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
         sinks = None if call.sinks is None else call.sinks.view(len(key), -1, 1)
-        weights = softmax(capped(logits, call.softcap).masked_fill(~seen, -torch.inf), sinks)
+        weights = softmax(softcapped(logits, call.softcap).masked_fill(~seen, -torch.inf), sinks)
         out = weights.to(value.dtype) @ value[:, None]
         kept = (times < self.start) | (times > now[-1] - self.recent)
         self.layers[call.layer] = key[:, kept], value[:, kept], times[kept, None]
@@ -169,7 +168,7 @@ class HeavyHitters(Reading):
             query = rotated(query, *(turn[-1:] for turn in turns))
         logits = query.float() @ placed.float()[:, None].mT * call.scaling
         sinks = None if call.sinks is None else call.sinks.view(len(key), -1, 1)
-        weights = softmax(capped(logits, call.softcap), sinks)  # [kv_heads, group, 1, count]
+        weights = softmax(softcapped(logits, call.softcap), sinks)  # [kv_heads, group, 1, count]
         scores = scores + weights.mean(1).mT
         out = weights.to(values.dtype) @ values[:, None]
         if count > self.most:

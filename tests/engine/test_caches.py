@@ -17,7 +17,7 @@ from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.cache import Cache, cache_of
+from kvbench.engine.cache import Cache
 from kvbench.engine.captured import pointers_in
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.kept import entries_of
@@ -59,7 +59,7 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     start = torch.rand(1, 2, 9)
     method = build_method(name, decode="evict")
     whole = CompressedKV(keys[None], values[None], None, at, start)
-    cache = cache_of(whole, 2, hook_of(method, capacity, sink), capacity=capacity, scheme=scheme)
+    cache = Cache(whole, 2, hook_of(method, capacity, sink), capacity=capacity, scheme=scheme)
 
     def restored(rows: Tensor, side: Any) -> Tensor:
         if scheme is None:
@@ -122,7 +122,7 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     scores = (torch.rand(1, 2, 50) < 0.1).float() if heavy else None
     held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
     method = build_method("topk", heavy_hitters=heavy)
-    cache = cache_of(held, 1, hook_of(method, 12, 0), capacity=50)
+    cache = Cache(held, 1, hook_of(method, 12, 0), capacity=50)
     q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     output = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
@@ -153,14 +153,14 @@ def test_a_step_attends_to_what_packed_numbers_stand_for(scheme, n):
     keys, values = torch.randn(2, 1, 2, n, 16)
     weights = torch.randn(1, 2, n)
     held = CompressedKV(keys, values, weights, torch.arange(n).expand(1, 2, n))
-    cache = cache_of(held, 3, capacity=n, scheme=scheme)
+    cache = Cache(held, 3, capacity=n, scheme=scheme)
     q, k, v = torch.randn(4, 1, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
     outputs = [step(cache.clone(), q, k, v, torch.tensor([n]), 0.25)[:, 0]]
     assert cache.steps_by_kernel == (scheme is None)
     if scheme is None:
         table = pointers_in([cache], [0])
-        append(table, [n], k[None, :, 0], v[None, :, 0])
-        out, _ = attention(q[None, :, 0], table, [n + 1], scaling=0.25)
+        append(table, torch.tensor([n]), k[None, :, 0], v[None, :, 0])
+        out, _ = attention(q[None, :, 0], table, torch.tensor([n + 1]), scaling=0.25)
         outputs.append(out[0])
     else:
         keys = unpack(pack(keys[0], scheme, by_channel=True))[None]
@@ -184,7 +184,7 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     at = torch.arange(20).expand(1, 2, 20)
     held = CompressedKV(keys, values, None, at, denominators=denominators, value_range=ends)
     how = Quantization(4, 4) if quantized else None
-    whole, single = (cache_of(held, room, capacity=20, scheme=how) for room in (3, 0))
+    whole, single = (Cache(held, room, capacity=20, scheme=how) for room in (3, 0))
     if quantized:
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
@@ -359,7 +359,7 @@ def test_steps_in_half_precision_round_no_logit(scheme, dtype):
     keys[:, 40:60] = (keys[:, 7:8] + torch.randn(2, 20, dim)).to(dtype)
     at = torch.arange(n)
     held = CompressedKV(keys[None, :, :n], values[None, :, :n], None, at.expand(1, 2, n))
-    cache = cache_of(held, 1, capacity=n, scheme=scheme)
+    cache = Cache(held, 1, capacity=n, scheme=scheme)
     grouped = q.view(2, 2, dim)
     logits = grouped.double() @ keys.double().mT
     assert logits.amax() > 65504

@@ -318,7 +318,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     on_a_gpu = [SimpleNamespace(device=torch.device("cuda"))]
 
     def capture(self: Any, model: Any, step: Any, *_: Any) -> Any:
-        rows_captured.append(len(step.__self__.rows))
+        rows_captured.append(len(step.__self__.turns))
         return lambda: step()
 
     def as_on_a_gpu(self: Any, model: Any, steps: int, *rest: Any) -> bool:
@@ -389,7 +389,7 @@ def test_a_context_tries_a_capture_that_fails_once(
 def test_which_step_is_recalled(pretended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Any] = []  # larger chunks round otherwise, and a run that goes on captures anew
     monkeypatch.setattr(Steps, "recall", lambda self, kind, tensors: kinds.append(kind))
-    monkeypatch.setattr("kvbench.kernels.row_pointers.multiprocessors", lambda device: 3)
+    monkeypatch.setattr("kvbench.kernels.decode.multiprocessors", lambda device: 3)
     model, pairs = model_on(), {name: (build_method("exact"), ROOM) for name in "ab"}
     for n in (280, 279, 400):
         generate_each(model, [Prompt.of(prompt_ids(n), [], pairs, Stopping(9), "p")], seed=1)

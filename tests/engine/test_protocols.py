@@ -53,10 +53,10 @@ def first_logits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     seen: list[dict[str, Tensor]] = []
     real = asking.pick
 
-    def pick(rows: Any, logits: Tensor, draws: Any) -> Tensor:
-        if not rows[0].answer.chosen:
-            seen.append({row.label: own for row, own in zip(rows, logits, strict=True)})
-        return real(rows, logits, draws)
+    def pick(turns: Any, logits: Tensor, draws: Any) -> Tensor:
+        if not turns[0].answer.chosen:
+            seen.append({turn.row.label: own for turn, own in zip(turns, logits, strict=True)})
+        return real(turns, logits, draws)
 
     monkeypatch.setattr(asking, "pick", pick)
     return seen

@@ -22,13 +22,13 @@ from support.kernels import (
 )
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import (
+from kvbench.kernels.decode import (
+    RowPointers,
     _too_wide,
     append_entries,
     takes,
     weighted_decode_attention,
 )
-from kvbench.kernels.row_pointers import pointers_of
 
 pytestmark = pytest.mark.cuda
 
@@ -98,6 +98,10 @@ def by_definition(
     return torch.stack(out), torch.stack(mass)
 
 
+def counts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor(lengths, device=DEVICE)
+
+
 def put_all(drawn: Any) -> Any:
     query, *entries = drawn
     return query.to(DEVICE), *(put(*part) for part in entries)
@@ -136,9 +140,9 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     if sinks:
         options["sinks"] = torch.linspace(-3.0, 9.0, query[:, :, 0].numel(), device=DEVICE)
         options["sinks"] = options["sinks"].view(query.shape[:2]).to(dtype)
-    table = pointers_of(*entries)
-    counts = torch.tensor(lengths, device=DEVICE)
-    out, mass = attend(query, table, counts, return_mass=True, **options)
+    table = RowPointers(*entries)
+    held = counts(lengths)
+    out, mass = attend(query, table, held, return_mass=True, **options)
     expected = by_definition(query, *entries, lengths, scaling, softcap, options.get("sinks"))
     assert out.dtype == dtype
     bound = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
@@ -146,7 +150,7 @@ def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
     mass_bound = 1e-4 if implementation == "triton" or dtype == FLOAT else bound
     assert relative(out, expected[0]) < bound
     assert relative(mass, expected[1]) < mass_bound
-    alone, none = attend(query, table, lengths, **options)
+    alone, none = attend(query, table, held, **options)
     assert none is None
     assert torch.equal(alone, out)
 
@@ -157,9 +161,9 @@ def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
     weights[1] = -torch.inf
     ones = torch.ones(2, 300, 16, device=DEVICE)
     query = torch.ones(2, 4, 16, device=DEVICE)
-    table = pointers_of([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
+    table = RowPointers([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
     attend = ATTENTION[implementation]
-    out, mass = attend(query, table, [200, 50], scaling=1.0, return_mass=True)
+    out, mass = attend(query, table, counts([200, 50]), scaling=1.0, return_mass=True)
     expected = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(4, 1).expand(4, 16)
     torch.testing.assert_close(out[0].cpu(), expected)
     assert not mass[0, 1].any()
@@ -175,8 +179,10 @@ def test_a_nan_logit_is_a_nan_answer(implementation):
     keys[0, 290] = torch.nan
     query = torch.ones(1, 2, 16, device=DEVICE)
     both_heads = torch.cat([keys, torch.ones_like(keys)]), torch.cat([values, values])
-    table = pointers_of([both_heads[0]], [both_heads[1]])
-    out, mass = ATTENTION[implementation](query, table, [300], scaling=1.0, return_mass=True)
+    table = RowPointers([both_heads[0]], [both_heads[1]])
+    out, mass = ATTENTION[implementation](
+        query, table, counts([300]), scaling=1.0, return_mass=True
+    )
     assert out[0, 0].isnan().all()
     assert mass[0, 0].isnan().all()
     torch.testing.assert_close(out[0, 1].cpu(), torch.ones(16))
@@ -201,8 +207,8 @@ def test_arguments_of_a_kernel_are_aligned_whatever_the_number_of_heads(heads, m
     monkeypatch.setattr(_triton_decode, "reduce_kernel", Recorder())
     keys = torch.randn(1, 40, 16, device=DEVICE)
     query = torch.randn(1, heads, 16, device=DEVICE)
-    table = pointers_of([keys], [keys])
-    weighted_decode_attention(query, table, [40], scaling=1.0)
+    table = RowPointers([keys], [keys])
+    weighted_decode_attention(query, table, counts([40]), scaling=1.0)
     assert addresses
     assert not any(address % 16 for address in addresses)
 
@@ -213,9 +219,9 @@ def test_append(implementation):
     values = [torch.zeros(2, 3, 5, device=DEVICE), torch.zeros(2, 9, 5, device=DEVICE)]
     weights = [None, torch.full((2, 9), 7.0, device=DEVICE)]
     new_key, new_value = torch.randn(2, 2, 4, device=DEVICE), torch.randn(2, 2, 5, device=DEVICE)
-    table = pointers_of(keys, values, weights)
+    table = RowPointers(keys, values, weights)
     append_entries = APPEND[implementation]
-    append_entries(table, [2, 0], new_key, new_value)
+    append_entries(table, counts([2, 0]), new_key, new_value)
     for row, n in enumerate([2, 0]):
         assert torch.equal(keys[row][:, n], new_key[row])
         assert torch.equal(values[row][:, n], new_value[row])
@@ -226,9 +232,9 @@ def test_append(implementation):
         with pytest.raises(
             ValueError, match="row 0 has length 3 before a new entry; allowed: 0 to 2"
         ):
-            append_entries(table, [3, 1], new_key, new_value)
+            append_entries(table, counts([3, 1]), new_key, new_value)
     else:
-        append_entries(table, [3, 1], new_key + 1, new_value)
+        append_entries(table, counts([3, 1]), new_key + 1, new_value)
         assert torch.equal(keys[1][:, 1], new_key[1] + 1)
     assert torch.equal(keys[0], before)  # a full row stays as it is
 
@@ -238,14 +244,14 @@ KEY = torch.zeros(2, 5, 4)
 
 
 def test_what_does_not_fit_a_step_or_a_table_is_refused():
-    table = pointers_of([KEY], [KEY])
+    table = RowPointers([KEY], [KEY])
     with pytest.raises(ValueError, match="over 1 rows of 2 KV heads of dim 4"):
-        weighted_decode_attention(torch.zeros(1, 3, 4), table, [5], scaling=1.0)
+        weighted_decode_attention(torch.zeros(1, 3, 4), table, counts([5]), scaling=1.0)
     fits = torch.zeros(1, 2, 4)
     wrong = [(fits[:, :1], fits), (fits, fits[..., :3]), (fits, fits.half()), (KEY, KEY)]
     for key, value in wrong:  # heads, dim, dtype, rows
         with pytest.raises(ValueError, match=r"(key|value) is .*; allowed: \(1, 2, 4\)"):
-            append_entries(table, [3], key, value)
+            append_entries(table, counts([3]), key, value)
 
 
 def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(monkeypatch):
@@ -256,8 +262,10 @@ def test_groups_of_many_query_heads_run_in_triton_and_too_wide_ones_are_refused(
     keys = torch.randn(1, 4, 256)
     query = torch.zeros(1, 128, 256)
     with pytest.raises(ValueError, match="128 query heads of dim 256 share a KV head"):
-        weighted_decode_attention(query, pointers_of([keys], [keys]), [4], scaling=1.0)
+        weighted_decode_attention(query, RowPointers([keys], [keys]), counts([4]), scaling=1.0)
     assert not takes(keys[0], keys[0], 128)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="cannot run as a Triton kernel: tensors on cpu"):
-        weighted_decode_attention(query[:, :4], pointers_of([keys], [keys]), [4], scaling=1.0)
+        weighted_decode_attention(
+            query[:, :4], RowPointers([keys], [keys]), counts([4]), scaling=1.0
+        )

@@ -11,7 +11,7 @@ from support.interpreted import DEVICE
 from support.kernel_reference import EVICT
 from support.kernels import both
 
-from kvbench.kernels.row_pointers import Eviction, pointers_of
+from kvbench.kernels.decode import Eviction, RowPointers
 
 pytestmark = pytest.mark.cuda
 
@@ -86,7 +86,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
     weighs = rule.leaves != "oldest"
     keys, values, weights, positions, scores = rows(weighs, heads)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
-    table = pointers_of(
+    table = RowPointers(
         keys,
         values,
         weights,
@@ -128,7 +128,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
 def evicting(rules: list[Eviction], limits: list[int], scores: Any, places: list[int]) -> Any:
     rows, positions = len(rules), torch.zeros(1, 4, dtype=torch.int64)
     entries = [torch.zeros(1, 4, 8)] * rows
-    return pointers_of(
+    return RowPointers(
         entries,
         entries,
         rules=rules,

@@ -13,8 +13,8 @@ from support.pretended import counted, needs_cuda, needs_pretend
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
+from kvbench.kernels.decode import RowPointers
 from kvbench.kernels.philox import philox
-from kvbench.kernels.row_pointers import pointers_of
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
@@ -33,7 +33,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def decoded(device: torch.device, implementation: str = "triton") -> Any:
     keys, values = randn(2, 9, 16).to(device), randn(2, 9, 16, seed=1).to(device)
-    table, lengths = pointers_of([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
+    table, lengths = RowPointers([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
     new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
     APPEND[implementation](table, lengths, new, new)
     lengths = lengths + 1

@@ -13,7 +13,7 @@ from support.attention import step
 from support.golden import arrays_of, assert_near, cases_of, checked
 from support.paths import GOLDEN
 
-from kvbench.engine.cache import cache_of
+from kvbench.engine.cache import Cache
 from kvbench.kernels import quantize
 from kvbench.kernels import turboquant as tq
 from kvbench.kernels.qjl import QJL, Signs, orthogonalised, pack_keys
@@ -341,7 +341,7 @@ def test_a_cache_packs_as_it_grows(name, dtype):
         at = torch.arange(count).expand(1, 2, count)
         held = CompressedKV(keys[:, :, :count], values[:, :, :count], None, at)
         how = {"capacity": count, "scheme": scheme, "layer": 2, "seed": 7}
-        return cache_of(held, n - count, **how)
+        return Cache(held, n - count, **how)
 
     whole, grown = cache(n), cache(33)
     query = torch.randn(4, n - 33, d).to(dtype)
@@ -372,7 +372,7 @@ def test_a_token_that_completes_the_buffer_attends_to_packed_keys():
     how = {"capacity": 20, "scheme": scheme, "layer": 2, "seed": 7}
     start = [part[:, :, :20] for part in (keys, values)]
     held = CompressedKV(*start, None, at[:20].expand(1, 2, -1))
-    alone, together = (cache_of(held, 20, **how) for _ in range(2))
+    alone, together = (Cache(held, 20, **how) for _ in range(2))
     out = step(together, query[:, 20:], keys[0, :, 20:], values[0, :, 20:], at[20:], 0.25)
     for t in range(20, n):
         one = slice(t, t + 1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.kernels import row_pointers as table_module
-from kvbench.kernels.row_pointers import pointers_of
+from kvbench.kernels import decode
+from kvbench.kernels.decode import RowPointers
 
 KEY = torch.zeros(2, 5, 4)
 """A row's keys, or its values: 2 KV heads, 5 entries, 4 numbers."""
@@ -21,9 +21,9 @@ KEY = torch.zeros(2, 5, 4)
 def test_a_chunk_is_the_entries_of_a_program_rounded_up_to_a_power_of_two(
     entries: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_module, "multiprocessors", lambda device: 4)  # 16 programs
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 4)  # 16 programs
     keys = torch.zeros(1, 1, 1).expand(2, entries, 1)
-    assert pointers_of([keys], [keys]).chunk == chunk
+    assert RowPointers([keys], [keys]).chunk == chunk
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_a_chunk_is_the_entries_of_a_program_rounded_up_to_a_power_of_two(
     ids=["aligned", "stride", "address"],
 )
 def test_entries_are_aligned_at_16_bytes(keys: torch.Tensor, aligned: bool) -> None:
-    assert pointers_of([keys], [keys]).aligned is aligned
+    assert RowPointers([keys], [keys]).aligned is aligned
 
 
 @pytest.mark.parametrize(
     ("keys", "values", "log_weights", "message"),
     [
-        ([], [], None, "0 rows of keys"),
-        ([KEY, KEY.half()], [KEY, KEY.half()], None, "keys differ"),
-        ([KEY.mT.contiguous().mT], [KEY], None, "not adjacent"),
+        ([], [], (), "0 rows of keys"),
+        ([KEY, KEY.half()], [KEY, KEY.half()], (), "keys differ"),
+        ([KEY.mT.contiguous().mT], [KEY], (), "not adjacent"),
         ([KEY], [KEY], [torch.zeros(2, 4)], "row 0 has keys, values, log-weights"),
     ],
 )
@@ -52,4 +52,4 @@ def test_rows_that_do_not_fit_a_table_are_refused(
     keys: list[torch.Tensor], values: list[torch.Tensor], log_weights: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        pointers_of(keys, values, log_weights)
+        RowPointers(keys, values, log_weights)

@@ -16,7 +16,7 @@ from support.attention import step
 from support.method_layers import attend, make_layer, run
 from torch import Tensor
 
-from kvbench.engine.cache import cache_of
+from kvbench.engine.cache import Cache
 from kvbench.engine.check import check_held
 from kvbench.kernels.online_clusters import BLOCK
 from kvbench.kernels.quantize import unpack
@@ -324,7 +324,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
     assert kept.values.shape[2] == count - without
     with pytest.raises(ValueError, match="values are"):
         check_held(replace(kept, keys_only=0), layer)
-    cache = cache_of(kept, 4, capacity=count, scheme=method.quantization())
+    cache = Cache(kept, 4, capacity=count, scheme=method.quantization())
     held_keys, held_values = kept.keys[0].double(), kept.values[0].double()
     if bits is None:
         assert cache.nbytes() == 2 * 4 * (count * dim + (count - without) * dim + count)

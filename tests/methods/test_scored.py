@@ -366,7 +366,7 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
         assert cache.length == wanted
         most = max(most, wanted)
     if queries is not None:
-        assert cache.bytes_over_time().peak == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
+        assert cache.bytes_peak == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
     row.end_prompt(300, ExactBytes(), {})
     row.fed = 200
     row.audit()

@@ -247,7 +247,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"of": "wildcat"}, "solved.of is 'wildcat'; allowed: "),
     ({"of": "subgen_streaming"}, "solved.of is 'subgen_streaming'; allowed: "),
     ({"of": "recompress"}, "solved.of is 'recompress'; allowed: "),
-    ({"of": "h2o", "options": {"semantics": "released_global"}}, "options that hold no cache"),
+    ({"of": "h2o", "options": {"semantics": "released_global"}}, "holds no cache to decode with"),
     ({"of": "h2o", "options": {"quantize": {"bits": 4}}}, "solved.options.quantize is {'bits': 4}"),
     ({"of": "rkv"}, "solved.of is 'rkv' with options that compress again while decoding"),
 ]

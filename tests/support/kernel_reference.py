@@ -6,28 +6,24 @@ a test's time; `support.interpreted` runs the kernels themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from kvbench.engine import captured
-from kvbench.kernels.decode_attention import (
+from kvbench.kernels.decode import (
+    RowPointers,
     append_entries,
-    products,
+    evict_entries,
     weighted_decode_attention,
 )
-from kvbench.kernels.eviction import evict_entries
-from kvbench.kernels.row_pointers import RowPointers
-from kvbench.kernels.sinks import softmax
-from kvbench.kernels.softcap import capped
+from kvbench.kernels.logits import products, softcapped, softmax
 
 
 def attention(
     query: Tensor,
     table: RowPointers,
-    lengths: Tensor | Sequence[int],
+    lengths: Tensor,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -35,7 +31,7 @@ def attention(
     return_mass: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`weighted_decode_attention`, row by row."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    counts = lengths.tolist()
     rows, heads, dim = query.shape
     kv_heads = table.kv_heads
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
@@ -51,7 +47,7 @@ def attention(
             continue
         key, value = table.keys[row][:, :n], table.values[row][:, :n]
         logits = products(grouped[row], key)
-        logits = capped(logits.mul_(scaling), softcap)
+        logits = softcapped(logits.mul_(scaling), softcap)
         if weight is not None:
             logits += weight[:, None, :n]
         own_sinks = None if sinks is None else sinks[row].view(kv_heads, -1)
@@ -64,9 +60,9 @@ def attention(
     return out.view(rows, heads, -1), mass
 
 
-def append(table: RowPointers, lengths: Tensor | Sequence[int], key: Tensor, value: Tensor) -> None:
+def append(table: RowPointers, lengths: Tensor, key: Tensor, value: Tensor) -> None:
     """`append_entries`."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    counts = lengths.tolist()
     for row, n in enumerate(counts):
         room = table.keys[row].shape[1]
         if not 0 <= n < room:
@@ -82,13 +78,13 @@ def append(table: RowPointers, lengths: Tensor | Sequence[int], key: Tensor, val
 
 def evict(
     table: RowPointers,
-    lengths: Tensor | Sequence[int],
+    lengths: Tensor,
     mass: Tensor | None,
     positions: Tensor,
     going: Tensor,
 ) -> None:
     """`evict_entries`."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    counts = lengths.tolist()
     is_going = going.tolist()
     for row, place in enumerate(table.places):
         if is_going[place]:
