@@ -1,12 +1,22 @@
 """Writes the tables of the READMEs from the committed results, and the list of the papers' tables and
-figures in conf/README-experiments.md from results/paper/experiments.yaml.
+figures in conf/README-experiments.md from results/paper/experiments.yaml; checks their sentences.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
-SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is), `statistics`,
-`claims`, `joint_survival` or `experiments`.
+SCORES (columns of several CSV files side by side), of FILES (a CSV file as it is) or of `makers` in
+`table`; `NAME MODEL` where there is one for each of MODELS.
+
+A sentence that compares has its claims in a comment behind it:
+
+    <!-- says leaderboard/needles smollm2 0.25: solved 95 > snapkv 65; kvgrad ≈ solved -->
+
+names the experiment and the task, the model and the rate (none where there was one, or where the mean
+over a task's rates is meant); then, in turn, a method with its mean as the sentence rounds it (or none),
+and how it compares with another: `>` and `<` are significant differences, `≈` is none, of the pairs
+table; where that is of a task's mean over rates, of the marks beside the best; to `exact`, of the
+differences to it.
 """
 
 from __future__ import annotations
@@ -14,8 +24,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +33,21 @@ import pandas as pd
 
 from kvbench.cli.items import paper_items
 from kvbench.report.ratios import RATIO_AT_95
+from kvbench.report.stats import ALPHA
 from kvbench.report.table import LIMITS, MARKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-MODEL = "smollm2_135m-Q4_1"
+MODELS = {"smollm2": "smollm2_135m-Q4_1", "gemma3": "gemma3_270m-q4_k_m"}
+MODEL = MODELS["smollm2"]
+PAGES = (
+    "results/README.md",
+    "results/README-more.md",
+    "kvbench/methods/README.md",
+    "scripts/README.md",
+    "kvbench/assets/recall_mini/README.md",
+    "conf/README-experiments.md",
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +59,9 @@ class Column:
         file: the CSV file, <experiment>/<name of the table>.
         where: which rows of the file to take: their values by column. A `rate` also takes the methods
             that have none.
-        measure: which number; for `bytes` see `bytes_of`.
+        measure: which number.
         digits: after the decimal point.
+        first: sorts the rows of its table, the `least` or the `most` first; else as in the file.
     """
 
     heading: str
@@ -48,11 +69,15 @@ class Column:
     where: dict[str, object] = field(default_factory=dict)
     measure: str = "score"
     digits: int = 0
+    first: str = ""
 
     def cells(self) -> pd.Series:
-        """The column's text by method, in the file's order; of ratios the smallest first."""
+        """The column's text by method, in the file's order; none where results/ lack the file."""
         experiment, _, name = self.file.partition("/")
-        frame = pd.read_csv(RESULTS / experiment / "tables" / f"{name}.csv")
+        file = RESULTS / experiment / "tables" / f"{name}.csv"
+        if not file.is_file():
+            return pd.Series(dtype=str)
+        frame = pd.read_csv(file)
         if "mean" not in frame:  # the file has columns of its own for each measure
             names = {
                 self.measure: "mean",
@@ -61,16 +86,15 @@ class Column:
             }
             frame = frame.rename(columns=names).assign(measure=self.measure)
             frame = frame.reindex(columns=frame.columns.union(["low", "high", "mark"]))
-        if self.measure == "bytes":
-            frame = bytes_of(frame)
         frame = frame[frame["measure"] == self.measure]
         for key, value in self.where.items():
             chosen = frame[key].astype(str) == str(value)
             if key == "rate":
                 chosen |= frame[key].isna()
             frame = frame[chosen]
-        if self.measure == "ratio":
-            frame = frame.sort_values("mean", kind="stable")
+        if self.first:
+            least = self.first == "least"
+            frame = frame.sort_values("mean", ascending=least, kind="stable")
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["method"])
 
     def _text(self, row: pd.Series) -> str:
@@ -87,43 +111,111 @@ class Column:
         return f"{text} {MARKS['tied']}" if "tied" in marks else text
 
 
-def bytes_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every method's bytes over those of an exact cache of bfloat16, as rows with the measure "bytes".
+@dataclass(frozen=True)
+class Bytes:
+    """A column of bytes over those of an exact cache in `dtype`, from bytes.csv (`lost_and_won.py`)."""
 
-    Where an entry takes more than half the bytes of an exact one, it is made of floats, which would be
-    bfloat16 as well: the ratio stays. Packed entries keep their size, so their ratio doubles.
-    """
-    costs: Any = frame.pivot_table(index="method", columns="measure", values="mean", sort=False)
-    size_of_entry = costs["ratio"] * costs.loc["exact", "entries_mean"] / costs["entries_mean"]
-    costs["mean"] = costs["ratio"].where(size_of_entry > 0.5, 2 * costs["ratio"])
-    return costs.reset_index().assign(measure="bytes", low=None, high=None, mark=None)
+    heading: str
+    experiment: str
+    task: str
+    model: str
+    dtype: str
+    rate: float = 0.25
+
+    def cells(self) -> pd.Series:
+        file = RESULTS / "bytes.csv"
+        if not file.is_file():
+            return pd.Series(dtype=str)
+        frame = pd.read_csv(file)
+        for key in ("experiment", "task", "model"):
+            frame = frame[frame[key] == getattr(self, key)]
+        frame = frame[frame["rate"].isna() | frame["rate"].eq(self.rate)]
+        return frame.set_index("method")[self.dtype].map("{:.3f}".format)
 
 
-def _score_at_rate(heading: str, table: str, rate: float) -> Column:
-    where = {"rate": rate, "by": "dataset"}
-    return Column(f"{heading}, {rate:g}", f"{table}-{MODEL}", where)
+@dataclass(frozen=True)
+class Published:
+    """A column of what a paper prints of each method, from results/paper; fractions in per cent."""
+
+    heading: str
+    file: str
+    where: dict[str, str] = field(default_factory=dict)
+
+    def cells(self) -> pd.Series:
+        frame = pd.read_csv(RESULTS / "paper" / f"{self.file}.csv", dtype=str)
+        for key, value in self.where.items():
+            frame = frame[frame[key] == value]
+        fraction = frame["unit"].eq("fraction")
+        frame["printed"] = [
+            f"{100 * float(printed):g}" if of else printed
+            for printed, of in zip(frame["printed"], fraction, strict=True)
+        ]
+        frame = frame[~frame["method"].str.startswith("minference")]  # the same numbers again
+        return frame.set_index("method")["printed"]
+
+
+Columns = Column | Bytes | Published
+INNER = (
+    "kvzip",
+    "kvzip_plus",
+    "kvgrad",
+    "snapkv",
+    "adakv",
+    "h2o",
+    "balancekv",
+    "kvzip_turboquant",
+)
+"""The methods that `solved` stands around, in the order of its tables."""
+AROUND = re.compile(r"solved_(?!turboquant)")
+"""Methods of the leaderboard that stand in the tables `solved`, not in its own."""
+
+
+def _at_rates(heading: str, table: str, model: str, rates: Sequence[float]) -> list[Column]:
+    return [
+        Column(f"{heading}, {rate:g}", f"{table}-{model}", {"by": "dataset", "rate": rate})
+        for rate in rates
+    ]
+
+
+def _needles(experiment: str, model: str) -> list[Column]:
+    """At a quarter, which sorts the rows, then at the other rates."""
+    quarter, *others = _at_rates("needles", f"{experiment}/needles", model, (0.25, 0.5, 0.125))
+    enough = Column("95 % at ratio", f"{experiment}/needles-{model}", {}, RATIO_AT_95, 2)
+    return [replace(quarter, first="most"), *others, enough]
+
+
+def _bytes(experiment: str, model: str) -> list[Bytes]:
+    return [
+        Bytes("bytes of float32, 0.25", experiment, "needles", model, "float32"),
+        Bytes("of bfloat16", experiment, "needles", model, "bfloat16"),
+    ]
 
 
 def _at_quarter(
-    heading: str, task: str, table: str, measure: str, where: dict[str, object]
+    heading: str, task: str, table: str, measure: str, where: dict[str, object], model: str
 ) -> Column:
-    return Column(f"{heading}, 0.25", f"leaderboard/{task}-{MODEL}{table}", where, measure, 3)
+    return Column(f"{heading}, 0.25", f"leaderboard/{task}-{model}{table}", where, measure, 3)
 
 
-SCORES: dict[str, Sequence[Column]] = {
-    "leaderboard": (
-        Column("ratio, 0.25", f"leaderboard/needle-{MODEL}", {"rate": 0.25}, "ratio", 3),
-        *(_score_at_rate("needle", "leaderboard/needle", rate) for rate in (0.5, 0.25, 0.125)),
-        Column("needle, 95 % at ratio", f"leaderboard/needle-{MODEL}", {}, RATIO_AT_95, 2),
-        *(_score_at_rate("RULER", "ruler/ruler", rate) for rate in (0.5, 0.25, 0.125)),
-        Column("RULER, 95 % at ratio", f"ruler/ruler-{MODEL}", {}, RATIO_AT_95, 2),
-        _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}),
-        _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}),
-        _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}),
-    ),
+def _leaderboard(model: str) -> Sequence[Columns]:
+    return (
+        *_needles("leaderboard", model),
+        *_at_rates("RULER", "ruler/ruler", model, (0.25, 0.5, 0.125)),
+        _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}, model),
+        _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}, model),
+        _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}, model),
+        *_bytes("leaderboard", model),
+    )
+
+
+SCORES: dict[str, Sequence[Columns]] = {
+    **{f"leaderboard {key}": _leaderboard(model) for key, model in MODELS.items()},
+    **{
+        f"context {key}": (*_needles("context", model), *_bytes("context", model))
+        for key, model in MODELS.items()
+    },
     "frontier": (
-        Column("bytes of float32", f"frontier/layer_error-{MODEL}", {}, "ratio", 3),
-        Column("of bfloat16", f"frontier/layer_error-{MODEL}", {}, "bytes", 3),
+        Column("bytes", f"frontier/layer_error-{MODEL}", {}, "ratio", 3, "least"),
         *(
             Column(
                 f"layer error, {rate}",
@@ -135,7 +227,7 @@ SCORES: dict[str, Sequence[Column]] = {
         ),
     ),
     "instructions": (
-        Column("ratio", f"instructions/instructions-{MODEL}", {}, "ratio", 3),
+        Column("ratio", f"instructions/instructions-{MODEL}", {}, "ratio", 3, "least"),
         Column("followed", f"instructions/instructions-{MODEL}", {"by": "dataset"}),
         *(
             Column(name, f"instructions/instructions-{MODEL}-by-measure", {"value": value})
@@ -150,17 +242,13 @@ SCORES: dict[str, Sequence[Column]] = {
     "figure4": (
         Column("words found (the paper's measure)", f"figure4/needle-{MODEL}", {"by": "dataset"}),
         Column("whole needle", f"figure4/needle-{MODEL}-by-measure", {"value": "containment"}),
-        Column("published, Llama-3.1-8B", "figure4/balancekv_figure4-published", {}, "published"),
+        Published("published, Llama-3.1-8B", "balancekv_figure4"),
     ),
     "table1": (
         Column("multi_news, ROUGE-L", f"table1/longbench-{MODEL}", {"by": "dataset"}, digits=1),
         *(
-            Column(
-                f"published, {model}",
-                "table1/balancekv_table1-published",
-                {"published_model": model},
-                "published",
-                2,
+            Published(
+                f"published, {model}", "balancekv_table1", {"model": model, "value": "multi_news"}
             )
             for model in ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct")
         ),
@@ -187,7 +275,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def scores(columns: Sequence[Column]) -> str:
+def scores(columns: Sequence[Columns], leave_out: re.Pattern[str] | None = None) -> str:
     """The columns side by side, methods in the order of the first one; an empty cell where a method
     was not run. A column that results made before it do not have is left out."""
     cells_of = {column.heading: column.cells() for column in columns}
@@ -195,7 +283,9 @@ def scores(columns: Sequence[Column]) -> str:
     methods = list(dict.fromkeys(method for cells in cells_of.values() for method in cells.index))
     rows = [["method", *cells_of]]
     rows += [
-        [method, *(cells.get(method, "") for cells in cells_of.values())] for method in methods
+        [method, *(cells.get(method, "") for cells in cells_of.values())]
+        for method in methods
+        if not (leave_out and leave_out.match(method))
     ]
     return markdown(rows)
 
@@ -238,6 +328,34 @@ def joint_survival() -> str:
     return markdown(rows)
 
 
+def solved(experiment: str, model: str) -> str:
+    """Per cent that each method finds, alone and with solved values, and how many prompts these lose and
+    win; KL beside. The aim is to lose at most one more than are won: bold is what misses it."""
+    frame = pd.read_csv(RESULTS / "lost_and_won.csv")
+    ours = frame["model"].eq(model) & frame["experiment"].isin([experiment, "ruler"])
+    frame = frame[ours & (frame["experiment"].ne("ruler") | (experiment == "leaderboard"))]
+    columns = [
+        (task, rate)
+        for task in ("needles", "ruler", "fidelity")
+        for rate in (0.5, 0.25, 0.125)
+        if ((frame["task"] == task) & (frame["rate"] == rate)).any()
+    ]
+    names = {"needles": "needles", "ruler": "RULER", "fidelity": "KL"}
+    rows = [["of", *(f"{names[task]}, {rate:g}" for task, rate in columns)]]
+    for inner in sorted(frame["of"].unique(), key=INNER.index):
+        of_inner = frame[frame["of"] == inner].to_dict("records")
+        cells = {(row["task"], row["rate"]): _solved_cell(row) for row in of_inner}
+        rows.append([inner, *(cells.get(column, "") for column in columns)])
+    return markdown(rows)
+
+
+def _solved_cell(row: Mapping[Hashable, Any]) -> str:
+    if row["task"] == "fidelity":
+        return f"{row['alone']:.3f} → {row['solved']:.3f} ({row['solved'] / row['alone']:.2f})"
+    text = f"{100 * row['alone']:.0f} → {100 * row['solved']:.0f} ({row['lost']}, {row['won']})"
+    return f"**{text}**" if row["lost"] - row["won"] > 1 else text
+
+
 def experiments() -> str:
     """Every numbered table and figure of the papers, with what it needs."""
     rows = [["name", "shows", "the paper's own run needs"]]
@@ -255,7 +373,7 @@ def experiments() -> str:
 def written(text: str) -> str:
     """`text` with every table between its comments made again."""
     pattern = re.compile(
-        r"(?P<begin><!-- table (?P<name>\w+) -->\n).*?(?P<end><!-- end (?P=name) -->)", re.DOTALL
+        r"(?P<begin><!-- table (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end (?P=name) -->)", re.DOTALL
     )
     return pattern.sub(lambda found: found["begin"] + table(found["name"]) + found["end"], text)
 
@@ -267,33 +385,120 @@ def table(name: str) -> str:
         "joint_survival": joint_survival,
         "statistics": statistics,
     }
+    kind, _, model = name.partition(" ")
+    if kind in ("solved", "solved_context"):
+        return solved("leaderboard" if kind == "solved" else "context", MODELS[model])
     if name in FILES:
         return csv_as_markdown(FILES[name])
-    return makers[name]() if name in makers else scores(SCORES[name])
+    if name in makers:
+        return makers[name]()
+    return scores(SCORES[name], AROUND if kind == "leaderboard" else None)
+
+
+SAYS = re.compile(r"<!-- says (\w+)/(\w+) (\w+)(?: ([\d.]+))?: (.*?) -->", re.DOTALL)
+STATEMENT = re.compile(r"(\w+)(?: (-?[\d.]+))?(?: ([<>≈]) (\w+)(?: (-?[\d.]+))?)?")
+
+
+def untrue(text: str) -> list[str]:
+    """What the comments `says` of a text claim and results/ do not, a line each."""
+    found = []
+    for experiment, task, model, rate, statements in SAYS.findall(text):
+        name = f"{experiment}/{task} {model}{f' {rate}' if rate else ''}"
+        try:
+            told = Told(experiment, task, MODELS.get(model, model), float(rate) if rate else None)
+            for words in statements.split(";"):
+                found += [f"{name}: {line}" for line in told.denies(" ".join(words.split()))]
+        except (OSError, LookupError) as error:
+            found.append(f"{name}: {error}")
+    return found
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the tables of one task on one model say, at a rate, or of the mean over the task's own."""
+
+    experiment: str
+    task: str
+    model: str
+    rate: float | None
+
+    def denies(self, statement: str) -> Iterator[str]:
+        """Why a statement is not true."""
+        parts = STATEMENT.fullmatch(statement)
+        if parts is None:
+            yield f"{statement!r} is no statement"
+            return
+        first, its, sign, second, others = parts.groups()
+        for method, number in ((first, its), (second, others)):
+            if number is not None:
+                digits = len(number.partition(".")[2])
+                mean = f"{self.row(method)['mean']:.{digits}f}"
+                if float(mean) != float(number):
+                    yield f"{method} is {mean}, not {number}"
+        if sign is None:
+            return
+        is_above = self.row(first)["mean"] > self.row(second)["mean"]
+        differs = self.differs(first, second)
+        if differs != (sign != "≈") or (differs and is_above != (sign == ">")):
+            yield f"{first} {('>' if is_above else '<') if differs else '≈'} {second}, not {sign}"
+
+    def file(self, suffix: str = "") -> Path:
+        name = f"{self.task}-{self.model}{suffix}.csv"
+        return RESULTS / self.experiment / "tables" / name
+
+    def row(self, method: str, measure: str = "score") -> pd.Series:
+        if (
+            self.rate is not None and self.file("-by-rate").is_file()
+        ):  # the task has its rates itself
+            frame = pd.read_csv(self.file("-by-rate"))
+            chosen = frame["value"].astype(float).eq(self.rate)
+        else:
+            frame = pd.read_csv(self.file())
+            chosen = frame["by"].isna() | frame["by"].isin(["dataset", ""])
+            if self.rate is not None:
+                chosen &= frame["rate"].isna() | frame["rate"].eq(self.rate)
+        rows = frame[chosen & frame["method"].eq(method) & frame["measure"].eq(measure)]
+        if rows.empty:
+            raise LookupError(f"no {measure} of {method}")
+        return rows.iloc[-1]  # of several datasets the average
+
+    def differs(self, first: str, second: str) -> bool:
+        """Whether two methods differ significantly."""
+        names = {first, second}
+        if "exact" in names:
+            (other,) = names - {"exact"}
+            return float(self.row(other, "difference")["p"]) < ALPHA
+        pairs = pd.read_csv(self.file("-pairs"))
+        at = "" if self.rate is None else f", rate {self.rate:g}"
+        wanted = {f"{name}{at}" for name in names}
+        for one, other, p in zip(pairs["first"], pairs["second"], pairs["p"], strict=True):
+            if {one, other} == wanted:
+                return float(p) < ALPHA
+        marks = [str(self.row(method)["mark"]).split() for method in (first, second)]
+        if not any("best" in mark for mark in marks):
+            raise LookupError(f"no pair of {first} and {second}")
+        return not any("tied" in mark for mark in marks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    stale = []
-    for name in (
-        "results/README.md",
-        "results/README-more.md",
-        "scripts/README.md",
-        "kvbench/assets/recall_mini/README.md",
-        "conf/README-experiments.md",
-    ):
+    stale, false = [], []
+    for name in PAGES:
         path = ROOT / name
         text = path.read_text(encoding="utf-8")
         new = written(text)
+        false += [f"{name}: {line}" for line in untrue(text)]
         if new != text:
-            stale.append(str(path.relative_to(ROOT)))
+            stale.append(name)
             if not check:
                 path.write_text(new, encoding="utf-8")
     if stale:
         print(f"{'not what results/ says' if check else 'written'}: {', '.join(stale)}")
-    return int(check and bool(stale))
+    if false:
+        print("\n".join(["sentences that results/ do not bear out:", *false]))
+    return int(bool(false) or (check and bool(stale)))
 
 
 if __name__ == "__main__":
