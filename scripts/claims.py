@@ -42,7 +42,7 @@ from hydra.utils import instantiate
 from kvbench import load
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import full_layers
-from kvbench.engine.loading import load_config
+from kvbench.engine.model import load_config
 from kvbench.errors import UserError, complain
 from kvbench.report.claims_page import write_claims_page
 from kvbench.report.render import write_text

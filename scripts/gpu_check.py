@@ -55,8 +55,7 @@ from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.ask import Question, answer_each, converse, read
 from kvbench.engine.decode import Turn
 from kvbench.engine.device import free_memory, is_out_of_memory
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec, load_model
 from kvbench.engine.prefill import prefill
 from kvbench.engine.row import Row
 from kvbench.engine.steps import FIRST_STEPS, Steps

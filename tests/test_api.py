@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench import compare, compress, kept, load_model
 from kvbench.engine.context import Context, token_ids
-from kvbench.engine.model_spec import local_path
+from kvbench.engine.model import local_path
 from kvbench.errors import UserError
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods import build_method

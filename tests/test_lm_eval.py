@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.tiny import CONFIGS
 
 from kvbench import compare
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
 from kvbench.lm_eval.scoring import truncated

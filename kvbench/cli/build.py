@@ -11,8 +11,7 @@ from omegaconf import DictConfig
 from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
 from kvbench.engine.answer import Sampling
-from kvbench.engine.loading import check_config_class
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.model import ModelSpec, check_config_class, resolve_device, resolve_dtype
 from kvbench.errors import presentable
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method

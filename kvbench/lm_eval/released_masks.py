@@ -21,7 +21,7 @@ from kvbench.engine.ask import (
 from kvbench.engine.attention import LayerCall, Pass, exact_attention
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
-from kvbench.engine.loading import Model
+from kvbench.engine.model import Model
 from kvbench.engine.prefill import Reading, forward_rows, layer_kv
 from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kv import Budget, KVError, LayerKV

@@ -16,9 +16,8 @@ from lm_eval.models.huggingface import HFLM
 
 from kvbench.engine.ask import read, score
 from kvbench.engine.cost import Cost
-from kvbench.engine.loading import Model
+from kvbench.engine.model import Model, Tokenizer, repeating_encoder
 from kvbench.engine.row import prompt_name
-from kvbench.engine.tokenizer import Tokenizer, repeating_encoder
 from kvbench.errors import UserError
 from kvbench.lm_eval.released_masks import imagined_cost, is_mask, masked_scores
 from kvbench.run.plan import Methods

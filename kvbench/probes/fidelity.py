@@ -19,7 +19,7 @@ from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, answer, continuation_logits, read
 from kvbench.engine.cost import Cost
-from kvbench.engine.loading import Model
+from kvbench.engine.model import Model
 from kvbench.engine.prefill import Reading
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError

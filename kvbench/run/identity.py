@@ -13,7 +13,7 @@ from functools import lru_cache
 from pydoc import locate
 from typing import Any
 
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 
 _DEFAULTS: Mapping[str, Any] = {
     "data": None,

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbench.engine.architecture import cache_bytes
-from kvbench.engine.loading import load_config
-from kvbench.engine.model_spec import ModelError
+from kvbench.engine.model import ModelError, load_config
 from kvbench.errors import printable
 from kvbench.records.aside import lines_of
 from kvbench.records.read import read_records

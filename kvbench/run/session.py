@@ -16,11 +16,19 @@ import torch
 from kvbench.engine.answer import GREEDY, Sampling, Stopping
 from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.fingerprint import fingerprint
-from kvbench.engine.loading import Model, load_config, load_generation_config, load_model
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import (
+    Model,
+    ModelSpec,
+    Tokenizer,
+    end_token_ids,
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    model_encoder,
+)
 from kvbench.engine.processors import acting_options
 from kvbench.engine.steps import Steps, check_decode
-from kvbench.engine.tokenizer import Tokenizer, end_token_ids, load_tokenizer, model_encoder
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
 from kvbench.prompts import PromptEncoder

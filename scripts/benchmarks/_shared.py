@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 
 SHIPPED = ModelSpec(name="recall_mini", path="asset:recall_mini")
 """The small model that ships with kvbench."""

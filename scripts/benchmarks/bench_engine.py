@@ -44,8 +44,7 @@ from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import Cache
 from kvbench.engine.device import small_pass, threads_are_ours
 from kvbench.engine.hooks import hook_of
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec, load_model
 from kvbench.engine.row import Row
 from kvbench.engine.second_pass import ReplayPass
 from kvbench.kv import Budget, LayerKV

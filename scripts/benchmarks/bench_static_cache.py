@@ -25,7 +25,7 @@ from kvbench.engine.architecture import switch_to_kvbench
 from kvbench.engine.ask import Question, answer_each, read
 from kvbench.engine.attention import IMPLEMENTATION
 from kvbench.engine.device import synchronize
-from kvbench.engine.loading import load_model
+from kvbench.engine.model import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

@@ -41,7 +41,7 @@ from kvbench.cli.build import constructed, model_line
 from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.cli.items import paper_items
 from kvbench.engine.architecture import compressible_layers
-from kvbench.engine.model_spec import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.model import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV

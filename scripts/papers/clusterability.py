@@ -28,9 +28,8 @@ from transformers import AutoModelForCausalLM
 
 from kvbench.engine.answer import Stopping
 from kvbench.engine.ask import Question, answer_each, read
-from kvbench.engine.model_spec import local_path
+from kvbench.engine.model import local_path, prompt_encoder
 from kvbench.engine.row import layer_generator
-from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.errors import UserError, needs_extra
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV

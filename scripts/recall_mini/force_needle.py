@@ -27,7 +27,7 @@ import torch
 from shipped import ASSET, needle_task
 
 from kvbench.engine.ask import Question, answer_each, read
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

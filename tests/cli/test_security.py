@@ -19,7 +19,7 @@ from support.command import SHORT, composed, ended
 from support.report_runs import LINES_META, write_run
 
 from kvbench.cli.config import Settings
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.errors import HIDDEN, UserError, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
 from kvbench.records.read import StoreError, load_run, load_runs

@@ -17,7 +17,7 @@ from kvbench import compress
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.model_spec import local_path
+from kvbench.engine.model import local_path
 from kvbench.engine.row import prompt_name
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method

@@ -31,7 +31,7 @@ from kvbench.engine.answer import Stopping
 from kvbench.engine.cache import Cache
 from kvbench.engine.captured import Counts
 from kvbench.engine.context import Context
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.engine.row import Row
 from kvbench.engine.steps import Steps
 from kvbench.kv import Budget, BudgetExceeded, KVError

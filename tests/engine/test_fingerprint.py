@@ -16,7 +16,7 @@ from support.tiny import tiny_model
 
 from kvbench.catalogue import config_dir
 from kvbench.engine.fingerprint import fingerprint
-from kvbench.engine.model_spec import ModelError, ModelSpec
+from kvbench.engine.model import ModelError, ModelSpec
 
 ASSET = config_dir().parent / "assets" / "recall_mini"
 

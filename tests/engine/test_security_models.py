@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.attacks import PACKAGE, model_folder
 
-from kvbench.engine.loading import load_model
-from kvbench.engine.model_spec import ModelError, ModelSpec
-from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
+from kvbench.engine.model import ModelError, ModelSpec, load_model, load_tokenizer, prompt_encoder
 from kvbench.prompts import PromptEncoder, PromptError
 
 INDEX = "model.safetensors.index.json"

@@ -26,11 +26,10 @@ from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.kept import entries_of, frame_of
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec, prompt_encoder
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.second_pass import chunks_of
-from kvbench.engine.tokenizer import prompt_encoder
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Replay, SecondPass

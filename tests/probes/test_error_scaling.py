@@ -9,7 +9,7 @@ from support.command import composed
 from support.jobs import records_of
 
 from kvbench.cli.build import build_job
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method

@@ -28,7 +28,7 @@ from support.asking import generate_one
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.model_spec import local_path
+from kvbench.engine.model import local_path
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import Method, build_method
 from kvbench.methods._select import group_mean

@@ -15,7 +15,7 @@ from support.jobs import Echo, Faulty, make_job, records_of, with_session
 
 from kvbench.engine import decode, prefill
 from kvbench.engine.device import is_out_of_memory
-from kvbench.engine.model_spec import ModelError
+from kvbench.engine.model import ModelError
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method
 from kvbench.run import runner

@@ -14,8 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.tokenizer import prompt_encoder
+from kvbench.engine.model import ModelSpec, prompt_encoder
 from kvbench.prompts import PromptEncoder
 from support.paths import ROOT
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

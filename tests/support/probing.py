@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import SyntheticLayers
 from kvbench.run.job import Job

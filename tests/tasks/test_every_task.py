@@ -10,8 +10,7 @@ from hydra.utils import instantiate
 from support.command import composed
 
 from kvbench.catalogue import config_dir
-from kvbench.engine.loading import load_config
-from kvbench.engine.model_spec import ModelSpec
+from kvbench.engine.model import ModelSpec, load_config
 from kvbench.tasks.base import Task, TaskError
 from kvbench.tasks.jsonl import Jsonl
 from kvbench.tasks.longbench import LongBench

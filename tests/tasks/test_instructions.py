@@ -16,8 +16,7 @@ from support.encoders import Letters, chat, ids_of, shipped, tokenizer
 from support.paths import write_lines
 
 from kvbench.cli.build import build_job
-from kvbench.engine.model_spec import ModelSpec
-from kvbench.engine.tokenizer import prompt_encoder
+from kvbench.engine.model import ModelSpec, prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError

@@ -18,8 +18,7 @@ from support.encoders import ids_of, tokenizer
 from support.paths import DATA, GOLDEN, write_lines
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.model_spec import ModelError, ModelSpec
-from kvbench.engine.tokenizer import prompt_encoder
+from kvbench.engine.model import ModelError, ModelSpec, prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench import LongBench
