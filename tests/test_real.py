@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.command import composed
+from support.command import job_of
 from support.jobs import records_of
 
 from kvbench.cli import config
-from kvbench.cli.build import build_job
 from kvbench.run.runner import run_job
 
 NEEDLE = ["task=needle", "device=cpu", "task.lengths=[1024]", "task.depths=[25,75]"]
@@ -39,7 +38,7 @@ def test_other_commands_are_as_they_were_typed(words: list[str]) -> None:
 @pytest.mark.slow
 def test_the_real_model_finds_a_needle_and_methods_that_evict_lose_some(tmp_path: Any) -> None:
     words = [*NEEDLE, "model=smollm2_135m", f"method={METHODS}", f"results_dir={tmp_path}"]
-    result = run_job(build_job(composed(*words)))
+    result = run_job(job_of(*words))
     assert result.failed == 0
     records = records_of(result)
     scores = {label: sum(r["word_recall"] for r in rows) / 2 for label, rows in records.items()}

@@ -1,12 +1,10 @@
-"""Makes the job that a composed config describes, runs it and prints its tables."""
+"""Makes the job of checked settings, and runs it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig
 
 from kvbench.cli.config import Keys, Settings
 from kvbench.cli.construct import constructed, methods_of
@@ -43,10 +41,9 @@ def settings_checked(job: Job) -> str:
     )
 
 
-def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
-    """The job that a config describes, checked as far as possible without loading a model. Model,
-    tokenizer and examples are `shared` by the jobs of a process, see `Session.once`."""
-    settings = Settings.of(config)
+def build_job(settings: Settings, shared: dict[str, Any] | None = None) -> Job:
+    """The job of these settings, checked as far as possible without loading a model. Model, tokenizer
+    and examples are `shared` by the jobs of a process, see `Session.once`."""
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
     check_config_class(spec)
@@ -108,18 +105,10 @@ def _labelled(settings: Settings) -> dict[str, tuple[str, Method, Budget, Keys]]
     return labelled
 
 
-def run_config(
-    config: DictConfig,
-    shared: dict[str, Any],
-    *,
-    since: float | None = None,
-) -> JobResult:
-    """Run one job, and log it to W&B where the config asks for that. `since`: see `run_job`."""
-    job = build_job(config, shared)
+def run_logged(job: Job, logger: Keys, *, since: float | None = None) -> JobResult:
+    """Run one job, note its seconds, and log it to W&B where `logger` asks for that. `since`: see
+    `run_job`."""
     title = presentable(f"{job.session.spec.label} x {job.task}")
-    logger = {str(key): value for key, value in config.logger.items()}
-    logs = logger.pop("name") == "wandb"
-
     with progress_display(title) as progress:
         result = run_job(job, progress, since=since)
     write_log(
@@ -129,8 +118,11 @@ def run_config(
         written=result.written,
         seconds=result.seconds,
     )
-    if logs and result.complete:  # of several shards, the one that ends last logs the run
+    if (
+        logger["name"] == "wandb" and result.complete
+    ):  # of several shards, the last to end logs the run
         from kvbench.report.wandb import log_runs
 
-        log_runs([load_run(path) for path in result.folders.values()], **logger)
+        options = {key: value for key, value in logger.items() if key != "name"}
+        log_runs([load_run(path) for path in result.folders.values()], **options)
     return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -27,9 +28,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import run_job
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
@@ -259,17 +261,35 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
     return config
 
 
-def sweep_of(hydra: Hydra, overrides: Sequence[str]) -> tuple[DictConfig, list[list[str]]]:
-    """What the jobs of a sweep have in common, and the overrides of each, as Hydra's basic sweeper makes
-    them of the experiment's own ``hydra.sweeper.params`` and of what was typed."""
-    common = composed(hydra, overrides, RunMode.MULTIRUN)
-    params = dict(common.hydra.sweeper.get("params") or {})
+def jobs_of(
+    hydra: Hydra, overrides: Sequence[str], *, multirun: bool
+) -> tuple[DictConfig, list[list[str]]]:
+    """The config of a command and, where it is a sweep (`multirun`, an experiment's own mode, or
+    ``shards=``), the overrides of each of its jobs, as Hydra's basic sweeper makes them of the
+    experiment's ``hydra.sweeper.params`` and of what was typed. The config of a sweep is what its jobs
+    have in common (`job_config`)."""
+    config = composed(hydra, overrides, RunMode.MULTIRUN)
     with explaining():
         parser = OverridesParser.create(config_loader=hydra.config_loader)
-        typed: Any = OmegaConf.to_container(common.hydra.overrides.task, resolve=False)
+        typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        if not (multirun or config.hydra.mode == RunMode.MULTIRUN or config.get("shards")):
+            if any(word.is_sweep_override() for word in parser.parse_overrides(typed)):
+                composed(hydra, overrides, RunMode.RUN)  # Hydra refuses several values of a key
+            return config, []
+        params = dict(config.hydra.sweeper.get("params") or {})
         words = [*(f"{key}={value}" for key, value in params.items()), *typed]
         (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
-    return common, jobs
+    return config, jobs
+
+
+def run_composed(hydra: Hydra, config: DictConfig, function: Callable[[DictConfig], None]) -> None:
+    """What Hydra's own `run` does, with a config that is composed already."""
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name="config")
+    context = HydraContext(hydra.config_loader, callbacks)
+    done = run_job(function, config, "hydra.run.dir", None, context)
+    callbacks.on_run_end(config=config, config_name="config", job_return=done)
+    done.return_value  # noqa: B018 - raises what `function` raised
 
 
 def job_config(hydra: Hydra, common: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -17,10 +17,10 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
@@ -32,13 +32,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import errors
-from kvbench.cli.config import Settings, explain, hydra_of_conf, job_config, sweep_of
+from kvbench.cli.config import (
+    Settings,
+    explain,
+    hydra_of_conf,
+    job_config,
+    jobs_of,
+    run_composed,
+)
 from kvbench.cli.construct import methods_of
 from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, checked
-from kvbench.records.durable import replace
+from kvbench.records import durable
 from kvbench.run.termination import terminable
+
+if TYPE_CHECKING:
+    from kvbench.run.job import Job
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
@@ -74,7 +84,7 @@ class JobOutcome:
 
 
 class Jobs:
-    """Runs the jobs of a command in this process and keeps their outcomes.
+    """Checks the jobs of a command, runs them and keeps their outcomes.
 
     Args:
         argv: the command line as typed, which manifests hold.
@@ -90,16 +100,74 @@ class Jobs:
         self.outcomes: list[JobOutcome] = []
         self._shared: dict[str, Any] = {}  # model, tokenizer and examples, see `Session.once`
 
+    def run(self, hydra: Hydra, overrides: Sequence[str], *, multirun: bool) -> None:
+        """Run the job that these overrides compose to, or let Hydra run those of a sweep, each split
+        into its shards. Every job of a sweep is checked before the first runs. A dry run prints what
+        each job would do."""
+        config, sweep = jobs_of(hydra, overrides, multirun=multirun)
+        jobs = [Settings.of(job_config(hydra, config, words)) for words in sweep]
+        jobs = jobs or [Settings.of(config)]
+        for settings in jobs:
+            settings.check_places()
+        first, shards = jobs[0], shard_count(jobs[0]) if sweep else 1
+        print(first.announcement(len(jobs) * shards), flush=True)
+        if sweep or first.dry_run:
+            for number, settings in enumerate(jobs):
+                name = f"job {number + 1}: {names(sweep)[number]}" if len(jobs) > 1 else ""
+                self._check(settings, name)
+        if first.dry_run and sweep:
+            print(f"{len(jobs) * shards} jobs; launcher={first.launcher['name']}")
+        elif sweep:
+            parts = [f"{index}/{shards}" for index in range(1, shards + 1)]
+            if shards > 1:
+                sweep = [[*words, f"shard={part}"] for words in sweep for part in parts]
+                overrides = [*overrides, f"shard={','.join(parts)}"]
+            self.names = names(sweep)
+            with (
+                TemporaryDirectory() as folder
+            ):  # Hydra's multirun.yaml, which holds what was typed
+                here = [f"hydra.sweep.dir={folder}"] if first.launcher["name"] == "local" else []
+                hydra.multirun("config", self, [*overrides, *here])
+        elif not first.dry_run:
+            run_composed(hydra, config, self)
+
+    def _check(self, settings: Settings, name: str) -> None:
+        """Make a job without running it; in a dry run, print what it would do, in one line where it
+        has a name."""
+        if settings.launcher["name"] == "slurm":  # here need not be the devices of the nodes
+            settings = replace(settings, device="cpu")
+        job = self._job(settings)
+        if settings.dry_run:
+            from kvbench.cli.build import settings_checked
+            from kvbench.run.preview import print_dry_run
+
+            print(presentable(settings_checked(job)), flush=True)
+            print_dry_run(job, name=name)
+
+    def _job(self, settings: Settings) -> Job:
+        methods_of(settings.methods)  # refuses them before the libraries of models are imported
+        from kvbench.cli.build import build_job
+
+        return build_job(settings, self._shared)
+
     def __call__(self, config: DictConfig) -> None:
         """Run one job and add its outcome. An error is reported by `report_error`, not raised."""
         sys.argv = self.argv  # the manifest takes the command from here
+        since = time.monotonic()
         # Not resolved: a ${...} in an override refers to the job's config, and these lie in Hydra's own.
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         if len(self.names) > 1:
             number = len(self.outcomes)
             complain(f"job {number + 1} of {len(self.names)}: {self.names[number]}")
         try:
-            outcome = self._run(config, typed)
+            settings = Settings.of(config)
+            job = self._job(settings)
+            from kvbench.cli.build import run_logged
+
+            result = run_logged(job, settings.logger, since=since)
+            summary = f"{result.records} records, {result.failed} of them failed"
+            status = FAILED if result.failed else 0
+            outcome = JobOutcome(typed, [*map(str, result.folders.values())], summary, status)
         except Exception as error:  # noqa: BLE001 - the next job goes on
             outcome = JobOutcome(typed, (), *report_error(error))
         self.outcomes.append(outcome)
@@ -108,61 +176,6 @@ class Jobs:
             runs = [Path(run) for run in outcome.runs]
             with suppress(BrokenPipeError):  # kvbench -m ... | head: the other jobs go on
                 print_scores(runs[0].parents[2], runs)
-
-    def _run(self, config: DictConfig, typed: Sequence[str]) -> JobOutcome:
-        since, settings = time.monotonic(), Settings.of(config)
-        methods_of(settings.methods)  # before the libraries of models are imported
-        from kvbench.cli.build import run_config
-
-        result = run_config(config, self._shared, since=since)
-        folders = [str(folder) for folder in result.folders.values()]
-        summary = f"{result.records} records, {result.failed} of them failed"
-        return JobOutcome(typed, folders, summary, FAILED if result.failed else 0)
-
-    def check(self, config: DictConfig, name: str = "") -> None:
-        """Make a job without running it; in a dry run, print what it would do.
-
-        Args:
-            name: the job's name, where there are several: a dry run then prints one line of each.
-        """
-        settings = Settings.of(config)
-        methods_of(settings.methods)  # before the libraries of models are imported
-        from kvbench.cli.build import build_job, settings_checked
-        from kvbench.run.preview import print_dry_run
-
-        job = build_job(config, self._shared)
-        if config.dry_run:
-            print(presentable(settings_checked(job)), flush=True)
-            print_dry_run(job, name=name)
-
-    def sweep(self, hydra: Hydra, overrides: Sequence[str]) -> None:
-        """Check every job of a sweep before the first runs, in a dry run print what each would do; then
-        let Hydra run them, each split into its shards."""
-        common, jobs = sweep_of(hydra, overrides)
-        configs = [job_config(hydra, common, words) for words in jobs]
-        settings = []
-        for config in configs:  # all of them before the first is made, which imports torch
-            HydraConfig.instance().set_config(config)
-            settings.append(Settings.of(config))
-            settings[-1].check_places()
-        count = shard_count(settings[0])
-        print(settings[0].announcement(len(jobs) * count), flush=True)
-        for number, (name, config) in enumerate(zip(names(jobs), configs, strict=True), 1):
-            HydraConfig.instance().set_config(config)
-            if config.launcher.name == "slurm":
-                config.device = "cpu"  # this machine need not have the devices of the nodes
-            self.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
-        if common.dry_run:
-            print(f"{len(jobs) * count} jobs; launcher={common.launcher.name}")
-            return
-        if count > 1:
-            shards = ",".join(f"{index}/{count}" for index in range(1, count + 1))
-            overrides = [*overrides, f"shard={shards}"]
-        self.names = names(sweep_of(hydra, overrides)[1])
-        here = common.launcher.name == "local"
-        with TemporaryDirectory() as folder:  # Hydra's multirun.yaml, which holds what was typed
-            place = [f"hydra.sweep.dir={folder}"] if here else []
-            hydra.multirun("config", self, [*overrides, *place])
 
     @property
     def runs(self) -> dict[Path, list[Path]]:
@@ -337,7 +350,7 @@ def work(outcome: str, order: str) -> None:
     jobs = Jobs(argv)
     with terminable(), hydra_of_conf() as hydra:
         hydra.run("config", jobs, overrides)
-    replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
+    durable.replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
 
 
 def _watch() -> None:

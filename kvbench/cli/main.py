@@ -21,7 +21,6 @@ from typing import NoReturn
 
 import yaml
 from hydra._internal.utils import get_args_parser
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
@@ -30,13 +29,12 @@ from kvbench.cli.config import (
     GROUPS,
     SEVERAL,
     Settings,
-    composed,
     expanded,
     explaining,
     hydra_of_conf,
     job_config,
+    jobs_of,
     missing_files_shown,
-    sweep_of,
 )
 from kvbench.cli.items import experiment_lines, item_called
 from kvbench.cli.jobs import Jobs, report_error
@@ -113,11 +111,8 @@ def show_config(arguments: Sequence[str]) -> int:
         arguments = [f"experiment={name}"]
     options = _parsed(arguments)
     with hydra_of_conf() as hydra, missing_files_shown():
-        overrides = _overrides_of(options)
-        common, jobs = sweep_of(hydra, overrides)
-        if not options.multirun and common.hydra.mode != RunMode.MULTIRUN:
-            composed(hydra, overrides)  # refuses several values of a key
-        settings = Settings.of(job_config(hydra, common, jobs[0]))
+        config, jobs = jobs_of(hydra, _overrides_of(options), multirun=options.multirun)
+        settings = Settings.of(job_config(hydra, config, jobs[0]) if jobs else config)
     specs_of(settings.paper_table)  # raises an error where it is no table
     if len(jobs) > 1:
         print(redact(f"# sweep of {len(jobs)} jobs, the first below: {_swept(jobs)}"))
@@ -231,22 +226,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     jobs = Jobs([sys.argv[0], *arguments])
     with hydra_of_conf() as hydra:
-        common = composed(hydra, overrides, RunMode.MULTIRUN)
-        if (
-            options.multirun
-            or common.hydra.mode == RunMode.MULTIRUN
-            or OmegaConf.select(common, "shards") is not None
-        ):
-            jobs.sweep(hydra, overrides)
-        else:
-            config = composed(hydra, overrides)
-            settings = Settings.of(config)
-            settings.check_places()
-            print(settings.announcement(), flush=True)
-            if config.dry_run:
-                jobs.check(config)
-            else:
-                hydra.run("config", jobs, overrides)
+        jobs.run(hydra, overrides, multirun=options.multirun)
     written = [write_page(folder) for folder in jobs.runs]  # before a closed pipe ends the command
     for folder, runs in jobs.runs.items():
         print_scores(folder, runs)

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from support.attacks import RUN, SECRETS, TYPED, leaks
-from support.command import FAST, SHORT, composed, ended, main, refusal_of
+from support.command import FAST, SHORT, composed, ended, job_of, main, refusal_of
 from support.jobs import Echo, make_job, records_of
 from support.paths import write_lines
 
 from kvbench.catalogue import KINDS, catalogue
-from kvbench.cli.build import build_job
 from kvbench.cli.config import expanded
 from kvbench.cli.main import own_task
 from kvbench.errors import HIDDEN, UserError
@@ -180,7 +179,7 @@ def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -
     ), err
     for rate in (0.5, 0.25):
         alone = [f"budget.rate={rate}", f"results_dir={tmp_path}/two"]
-        run_job(build_job(composed(*task, "method=[exact,snapkv,h2o]", *alone)))
+        run_job(job_of(*task, "method=[exact,snapkv,h2o]", *alone))
     one, two = (
         {
             path.parent.name: [

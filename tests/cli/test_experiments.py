@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from support.command import composed
+from support.command import composed, job_of
 from support.method_layers import make_layer, run
 
-from kvbench.cli.build import build_job
 from kvbench.cli.items import paper_items
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
@@ -110,8 +109,7 @@ def test_twenty_per_cent_is_twenty_per_cent(
 ) -> None:
     """`released` has the --hh-ratio of h2o_suite.py: int(ratio * prompt) entries are heavy hitters, as
     many are recent, and together they are about a fifth of prompt and answer, as the table says."""
-    config = composed(f"experiment={experiment}", "device=cpu", *more)
-    job: Any = build_job(config)
+    job: Any = job_of(f"experiment={experiment}", "device=cpu", *more)
     settings = job.plan._settings()
     assert {(s.prompt_tokens, s.new_tokens) for s in settings} == set(released)
     for setting in settings:

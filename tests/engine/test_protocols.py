@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.asking import Prompt, generate_each
-from support.command import composed
+from support.command import job_of
 from support.forward import reference
 from support.generation import Letters, tiny_model
 from support.jobs import Echo, make_job, records_of
@@ -20,7 +20,6 @@ from support.tiny import CHANGE, model_with_table, on_kvbench, prompt_ids
 from torch import Tensor
 
 from kvbench import compare, compress, kept
-from kvbench.cli.build import build_job
 from kvbench.engine import ask as asking
 from kvbench.engine.answer import Stopping
 from kvbench.engine.rotary import has_table_of
@@ -269,7 +268,7 @@ def test_the_first_token_of_a_task_comes_from_the_compressed_cache(
 ) -> None:
     words = ("model=recall_mini", "method=[exact,uniform]", "logger=none", "limit=1", *ENDS)
     where = f"results_dir={tmp_path}"
-    made = build_job(composed(f"task={task}", *words, where, *OFFLINE[task]))
+    made = job_of(f"task={task}", *words, where, *OFFLINE[task])
     noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
     result = run_job(replace(made, methods=noisy))
     assert result.failed == 0
@@ -297,9 +296,7 @@ def test_a_method_whose_values_are_noise_answers_own_rows_by_chance(
         first_logits.clear()
         words = ["model=recall_mini", "method=[exact,uniform]", "logger=none", *ENDS]
         words += [f"task.files=[{file}]", "task.max_new_tokens=2", f"compress_after={protocol}"]
-        made = build_job(
-            composed("task=jsonl", "task_label=own", *words, f"results_dir={tmp_path}")
-        )
+        made = job_of("task=jsonl", "task_label=own", *words, f"results_dir={tmp_path}")
         noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
         records = records_of(run_job(replace(made, methods=noisy)))
         assert sum(len(found) for found in records.values()) == 6

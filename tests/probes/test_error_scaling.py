@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.command import composed
+from support.command import job_of
 from support.jobs import records_of
 
-from kvbench.cli.build import build_job
 from kvbench.engine.model import ModelSpec
 from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, KVError, LayerKV
@@ -123,7 +122,7 @@ SMALL = ["task.n=256", "task.kept=[64]", "task.queries=4", "task.draws=1"]
 )
 def test_an_experiment_runs_small(task, small, tmp_path):
     overrides = ["experiment=error_scaling_streaming", f"task={task}", f"task_label={task}"]
-    result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *small)))
+    result = run_job(job_of(*overrides, f"results_dir={tmp_path}", *small))
     records = [record for rows in records_of(result).values() for record in rows]
     assert records
     assert not result.failed, [record["error"] for record in records if record["error"]][:1]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import composed
+from support.command import job_of
 from support.paths import ROOT
 from support.tables import heads, shown
 
 from kvbench.catalogue import files_of
-from kvbench.cli.build import build_job
 from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import load_experiment
 from kvbench.run.runner import run_job
@@ -72,7 +71,7 @@ def test_every_method_runs_on_every_benchmark_and_all_stand_in_one_table(tmp_pat
         words = [f"task={task}", f"task_label={task}", f"results_dir={tmp_path}", *WHERE]
         words += [f"method=[{','.join(methods)}]", *SMALL[task]]
         words += [] if task in LONG else ["task.max_new_tokens=3"]
-        result = run_job(build_job(composed(*words), shared))
+        result = run_job(job_of(*words, shared=shared))
         assert result.written >= len(methods)
         if result.failed:
             failed[task] = result.failed

@@ -17,9 +17,11 @@ from unittest.mock import patch
 from omegaconf import DictConfig, open_dict
 
 from kvbench.cli import main as cli
+from kvbench.cli.build import build_job
 from kvbench.cli.config import Settings, expanded, hydra_of_conf
 from kvbench.cli.config import composed as compose
 from kvbench.errors import UserError
+from kvbench.run.job import Job
 
 FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
 FAST += ["task.num_lines=[20]"]
@@ -34,6 +36,11 @@ def composed(*overrides: str) -> DictConfig:
             config.task_label = str(config.task_label)  # asks Hydra
             del config["hydra"]
     return config
+
+
+def job_of(*overrides: str, shared: dict[str, Any] | None = None) -> Job:
+    """The job of these overrides."""
+    return build_job(Settings.of(composed(*overrides)), shared)
 
 
 def refusal_of(overrides: Sequence[str]) -> str | None:

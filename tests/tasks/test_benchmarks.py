@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from support.command import composed
+from support.command import composed, job_of
 from support.encoders import shipped
 from support.paths import ROOT
 
-from kvbench.cli.build import build_job
 from kvbench.engine.answer import Sampling
 from kvbench.kv import KVError
 from kvbench.run.runner import run_job
@@ -90,7 +89,7 @@ def test_scbench_compresses_before_aime_draws_eight_samples_and_all_run(tmp_path
         where = ["model=tiny_random", "device=cpu", "task_label=t", "limit=1"]
         where += ["budget.sink=2", "budget.window=2"]
         where += [f"results_dir={tmp_path}", f"experiment_name={name}", "method=[exact,snapkv]"]
-        return build_job(composed(f"task={name}", *overrides(name), *where, *more))
+        return job_of(f"task={name}", *overrides(name), *where, *more)
 
     assert job("scbench").session.compress_after == "context"
     assert len(job("scbench", "limit=null").within_limit) == 18

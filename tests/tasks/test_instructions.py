@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from support.command import composed
+from support.command import composed, job_of
 from support.encoders import Letters, chat, ids_of, shipped, tokenizer
 from support.paths import write_lines
 
-from kvbench.cli.build import build_job
 from kvbench.engine.model import ModelSpec, prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.run.runner import run_job
@@ -311,17 +310,15 @@ def test_the_task_that_asks_for_the_system_prompt() -> None:
 
 @pytest.mark.parametrize("after", ["prompt", "context"])
 def test_a_run_has_scores_by_place(after: str, tmp_path: Path) -> None:
-    job = build_job(
-        composed(
-            "experiment=instructions",
-            "method=[exact,snapkv,attention_matching]",
-            "model=recall_mini",
-            "task.num_examples=2",
-            "task.max_new_tokens=3",
-            f"compress_after={after}",
-            f"results_dir={tmp_path}",
-            "logger=none",
-        )
+    job = job_of(
+        "experiment=instructions",
+        "method=[exact,snapkv,attention_matching]",
+        "model=recall_mini",
+        "task.num_examples=2",
+        "task.max_new_tokens=3",
+        f"compress_after={after}",
+        f"results_dir={tmp_path}",
+        "logger=none",
     )
     run_job(job)
     records = [json.loads(line) for file in tmp_path.rglob("records.jsonl") for line in file.open()]
