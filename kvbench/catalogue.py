@@ -16,6 +16,18 @@ KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
 FOLDERS = ("", "papers", "parts")
 """The folders below conf/ with a folder of YAML files for each kind: what users choose from; papers'
 experiments and the presets of methods; parts of other files. All are chosen by their names alone."""
+TITLES = {
+    "method": (
+        "methods, with kvbench's defaults",
+        "presets: a method with the options of a paper or of its released code",
+    ),
+    "task": ("benchmarks and probes", "tasks that one paper alone has"),
+    "experiment": (
+        "comparisons of our own: experiment=<name>",
+        "tables and figures of papers: experiment=<name>, or kvbench reproduce <name>",
+    ),
+}
+"""What conf/ and conf/papers/ hold of a kind, of which both have files."""
 
 
 def config_dir() -> Path:
@@ -30,6 +42,15 @@ def catalogue(kind: str) -> dict[str, str]:
         kind: one of `KINDS`.
     """
     return {name: describe(path) for name, path in files_of(kind).items()}
+
+
+def sections_of(kind: str) -> dict[str, dict[str, str]]:
+    """`catalogue` by the title of the folder, which is empty where a kind has one folder."""
+    titles = TITLES.get(kind.removesuffix("s"), ("", ""))
+    sections: dict[str, dict[str, str]] = {title: {} for title in titles}
+    for name, path in files_of(kind).items():
+        sections[titles[path.parent.parent.name == "papers"]][name] = describe(path)
+    return sections
 
 
 def files_of(kind: str) -> dict[str, Path]:

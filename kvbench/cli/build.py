@@ -120,7 +120,7 @@ def run_logged(job: Job, logger: Keys, *, since: float | None = None) -> JobResu
     )
     if (
         logger["name"] == "wandb" and result.complete
-    ):  # of several shards, the last to end logs the run
+    ):  # of several shards, the last one logs the run
         from kvbench.report.wandb import log_runs
 
         options = {key: value for key, value in logger.items() if key != "name"}

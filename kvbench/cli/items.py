@@ -1,5 +1,5 @@
 """The numbered tables and figures of the papers, the experiment or script that makes each
-(results/paper/experiments.yaml), and the lines of ``kvbench list experiments``.
+(results/paper/experiments.yaml), and what ``kvbench list`` prints.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from functools import lru_cache
 
 import yaml
 
-from kvbench.catalogue import catalogue
+from kvbench.catalogue import sections_of
 from kvbench.errors import UserError
 from kvbench.report.papers import paper_folders
 
-OWN = "No items of the papers: measurements of our own"
+OWN = "measurements of our own about a paper, which has no such item"
 """The title of items that no paper has."""
 
 
@@ -86,14 +86,19 @@ def experiment_called(name: str) -> str:
     return name if item is None else item.experiment
 
 
-def experiment_lines() -> dict[str, str]:
-    """The line of ``kvbench list experiments`` about each experiment and each numbered table and figure,
-    by name: its status, what it shows and what the paper's own run needs."""
-    lines = {
-        name: f"{'alias':9}  {item.title}: {item.alias}"
-        if item.alias
-        else f"{item.status:9}  {item.shows}; {item.no_data or 'needs ' + item.needs}"
-        for name, item in paper_items().items()
-    }
-    others = catalogue("experiments").items()
-    return lines | {name: f"{'':9}  {text}" for name, text in others if name not in lines}
+def listed(kind: str) -> dict[str, dict[str, str]]:
+    """What ``kvbench list`` prints: by the title of each section the names and a text about each. Of a
+    paper's table or figure that is its status, what it shows and what the paper's own run needs."""
+    if kind != "experiments":
+        return sections_of(kind)
+    (ours, of_ours), (theirs, of_papers) = sections_of(kind).items()
+    items: dict[str, dict[str, str]] = {theirs: {}, OWN: {}}
+    for name, item in paper_items().items():
+        text = f"{item.status:9}  {item.shows}; {item.no_data or 'needs ' + item.needs}"
+        if item.alias:
+            text = f"{'alias':9}  {item.title}: {item.alias}"
+        items[OWN if item.title == OWN else theirs][name] = text
+    for name, text in of_papers.items():
+        if name not in paper_items():
+            items[theirs][name] = f"{'':9}  {text}"
+    return {ours: of_ours, **items}

@@ -125,7 +125,7 @@ class Jobs:
             self.names = names(sweep)
             with (
                 TemporaryDirectory() as folder
-            ):  # Hydra's multirun.yaml, which holds what was typed
+            ):  # of Hydra's multirun.yaml, which has what was typed
                 here = [f"hydra.sweep.dir={folder}"] if first.launcher["name"] == "local" else []
                 hydra.multirun("config", self, [*overrides, *here])
         elif not first.dry_run:

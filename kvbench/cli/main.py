@@ -36,7 +36,7 @@ from kvbench.cli.config import (
     jobs_of,
     missing_files_shown,
 )
-from kvbench.cli.items import experiment_lines, item_called
+from kvbench.cli.items import item_called, listed
 from kvbench.cli.jobs import Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.cli.results import print_scores, prune, score_by, write_page
@@ -79,14 +79,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 def list_kind(arguments: Sequence[str]) -> int:
     """kvbench list methods|models|tasks|experiments|loggers|launchers
 
-    A line for each: its name and what it is.
+    A line for each: its name and what it is, below a line that says what they
+    are where there are several sorts.
     """
     kind = " ".join(arguments).removesuffix("s") + "s"
     check_known(f"cannot list {arguments}", kind, KINDS, UserError)
-    lines = experiment_lines() if kind == "experiments" else catalogue(kind)
-    width = max(map(len, lines), default=0)
-    for name, text in lines.items():
-        print(f"{name:{width}}  {text}".rstrip())
+    sections = listed(kind)
+    width = max((len(name) for lines in sections.values() for name in lines), default=0)
+    for title, lines in sections.items():
+        if title:
+            print(f"# {title}")
+        for name, text in lines.items():
+            print(f"{name:{width}}  {text}".rstrip())
     return 0
 
 

@@ -8,6 +8,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -95,8 +96,9 @@ def lines_of(runs: Iterable[Aside]) -> list[str]:
 
 def _aside(folder: Path, manifest: Manifest, why: str) -> Aside:
     records = sum(len(complete_lines(path)[0]) for path in record_files(folder))
-    started = _started(manifest)
-    date = f"{datetime.fromisoformat(started):%d %b %Y}".lstrip("0") if started else "no date"
+    date = "no date"
+    with suppress(ValueError):  # of a manifest that somebody wrote
+        date = f"{datetime.fromisoformat(_started(manifest)):%d %b %Y}".lstrip("0")
     return Aside(folder, records, why, date)
 
 

@@ -21,6 +21,8 @@ from kvbench.errors import complain, presentable
 SECONDS_BETWEEN_LINES = 15.0
 """Seconds between two lines where stderr is no terminal. On a terminal the line changes ten times a
 second."""
+MOST_MEANS = 5
+"""The mean scores that a line shows: those of the job's first methods."""
 
 
 class Progress:
@@ -83,7 +85,10 @@ class Progress:
             parts.insert(0, f"{self.done}/{self.total}")
         if self.left is not None:
             parts.append(f"about {self.left:.0f} s left")
-        means = [f"{method} {fmean(scores):.2f}" for method, scores in self._scores.items()]
+        shown = list(self._scores.items())[:MOST_MEANS]
+        means = [f"{method} {fmean(scores):.2f}" for method, scores in shown]
+        if more := len(self._scores) - len(shown):
+            means.append(f"and {more} more")
         return ", ".join(parts) + ("; " if means else "") + "  ".join(means)
 
     @contextmanager

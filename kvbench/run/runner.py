@@ -37,7 +37,7 @@ from kvbench.run.job import Job, record_ids
 from kvbench.run.plan import Fields, Methods, Plan, WorkItem, status_of
 from kvbench.run.progress import Progress, decoder_layers
 from kvbench.run.session import Session
-from kvbench.run.source import changed_since, unsaved
+from kvbench.run.source import changed_since, has_no_commit, unsaved
 
 log = logging.getLogger(__name__)
 
@@ -337,13 +337,20 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
 
 
 def _warnings_of_code(job: Job) -> Iterator[str]:
-    """A line for what cannot be continued, for a shard whose code is not that of the others, and for
-    records that shipped code has made before it was changed in another commit."""
+    """A line for what cannot be continued, for a checkout without git, for a shard whose code is not
+    that of the others, and for records that shipped code has made before it was changed in another
+    commit."""
     modules = dict.fromkeys(
         name for own in job.settings.values() for name in unsaved(own["source"])
     )
     for module in modules:
         yield f"{module} has no file that could be compared later: this run is never continued"
+    is_anew = not all(folder.is_dir() for folder in job.folders.values())
+    if is_anew and has_no_commit() and any(run.records for run in job.aside):
+        yield (
+            "git does not answer for kvbench's folder, so that each of its files counts as edited: this "
+            "run begins anew, and records that were made with git are left aside"
+        )
     if job.shard is not None:
         for line in lines_of(job.aside):
             yield f"shard {job.shard} is of other code or weights than {line}, which are left aside"

@@ -60,6 +60,12 @@ def source_of(*things: object, command: str = "") -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def has_no_commit() -> bool:
+    """Whether neither git nor an installed wheel says which files of kvbench are as they were shipped:
+    every file that a class needs is then in its `source_of`."""
+    return not _unmodified() and _installed(PACKAGE / "__init__.py") is None
+
+
 def unsaved(source: Mapping[str, str]) -> list[str]:
     """The modules of a `source_of` that have no file, so that no run of theirs can be continued."""
     return [name for name, digest in source.items() if digest.startswith(UNSAVED)]

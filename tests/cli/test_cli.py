@@ -90,8 +90,10 @@ def test_the_first_line_comes_before_torch() -> None:
 def test_everything_listed_has_a_line_about_it(capsys: Any, kind: Any) -> None:
     status, out, _ = main(capsys, "list", kind)
     assert status == 0
-    lines = out.splitlines()
+    lines = [line for line in out.splitlines() if line[0] != "#"]
     assert {line.split()[0] for line in lines} >= set(catalogue(kind)) > set()
+    groups = {"methods": "presets: ", "tasks": "benchmarks ", "experiments": "tables and figures "}
+    assert f"# {groups.get(kind, '')}" in out or kind not in groups
     for line in lines:
         name, _, text = line.partition(" ")
         assert len(text.strip()) > 10, name
@@ -230,6 +232,9 @@ def test_the_time_left_is_that_of_the_units_so_far(monkeypatch: Any) -> None:
         now += 2
         watched.item_done()
         assert watched.left == left
+    for method in "abcdefg":
+        watched.add(method, 0.5)
+    assert str(watched).endswith("; a 0.50  b 0.50  c 0.50  d 0.50  e 0.50  and 2 more")
 
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:

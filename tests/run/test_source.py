@@ -291,6 +291,10 @@ def test_what_is_current_is_current_for_all_settings_and_methods(tmp_path: Path)
         assert {name: own[name] for name in own if "snapkv" in name} == why
     start("exact", "f", "x", {}, "06")
     assert len(aside_of(tmp_path / "e")) == 8, "all of the other weights"
+    for code, started in (("1", "someday"), ("2", "sometime")):  # manifests that somebody wrote
+        start("mine", f"k{code}", "x", {"mine": code}, started)
+    dates = {run.folder.name: run.date for run in aside_of(tmp_path / "e")}
+    assert dates["mine-k1"] == "no date"
 
 
 def test_rerun_moves_records_away_and_shards_move_their_own(tmp_path: Path) -> None:
@@ -352,6 +356,19 @@ def test_two_revisions_of_one_model_are_no_replacement_of_each_other(tmp_path: P
     assert aside_of(tmp_path / "e") == []
     variants = {label for group in load_experiment(tmp_path / "e").groups for label in group.labels}
     assert variants == {"exact, weights a", "exact, weights b"}
+
+
+def test_without_git_a_line_says_why_a_run_begins_anew(
+    tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    for changed in (False, True, True):
+        monkeypatch.setattr(source, "_has_changes", lambda changed=changed: changed)
+        if changed:
+            monkeypatch.setattr(source, "_unmodified", frozenset)
+            monkeypatch.setattr(source, "_is_shipped", lambda file: False)
+        run_job(make_job(tmp_path, {"exact": build_method("exact")}, limit=1))
+    assert [line.count("git does not answer") for line in caplog.messages].count(1) == 1
+    assert len(aside_of(tmp_path / "e")) == 1
 
 
 def test_a_changed_commit_of_one_version_is_said(
