@@ -290,7 +290,7 @@ def compare(
             "more": None if needs else verdict.more,
             "result": needs or verdict.verdict,
             "run": run,
-            "model": "random data" if str(model) == "nan" else model,
+            "model": "random data" if model == "synthetic" else model,
         }
 
 
@@ -343,7 +343,7 @@ def command(name: str, words: str, options: Mapping[str, str], place: Path) -> l
         texts = [f"task.haystack_files={files or '[]'}"]
     elif files and "task@task.prompts=text" in run_words:
         texts = [f"task.prompts.files={files}"]
-    elif files and is_script:
+    elif files and is_script and "task=text" in run_words:
         texts = [f"task.files={files}"]
     model = []
     if not any(word.startswith("model=") for word in run_words):

@@ -149,6 +149,14 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
     }
 
 
+def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
+    """Refuse a method that says of itself that its layers hold more than the budget allows."""
+    allowed, _ = allowed_entries(method, budget, n, num_layers)
+    held = sum(method.layer_capacity(budget, n, i, num_layers) for i in range(num_layers))
+    if held > allowed:
+        raise BudgetExceeded(label, -1, allowed, held)
+
+
 def compress_measured(
     label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
 ) -> tuple[CompressedKV, dict[str, Any]]:
@@ -162,6 +170,7 @@ def compress_measured(
         raise KVError(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
+    check_total(label, method, budget, kv.n, kv.num_layers)
     compressed, capacity, clock = check.compress(label, method, kv, budget, generator, kv.carried)
     if compressed.charged > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, compressed.charged)

@@ -12,7 +12,6 @@ import pandas as pd
 
 from kvbench.errors import disk_line
 from kvbench.records.aside import aside_of, lines_of
-from kvbench.records.figures import Curve
 from kvbench.records.read import StoreError
 from kvbench.records.store import safe_name
 from kvbench.report.experiment import Experiment, Group, load_experiment
@@ -185,9 +184,9 @@ def summary(groups: Sequence[Group]) -> str:
 
 
 def is_ranked(group: Group) -> bool:
-    """Whether the methods of a group are ranked by their scores. Those of the throughput probe, and
-    those that are shown as curves, are not."""
-    return group.meta.kind != "throughput" and group.meta.figure(Curve) is None
+    """Whether the methods of a group are ranked by their scores; those of the throughput probe are
+    not."""
+    return group.meta.kind != "throughput"
 
 
 def tables_to_print(experiment: Experiment) -> list[Table]:

@@ -32,7 +32,7 @@ from kvbench.report.experiment import Group
 from kvbench.report.labels import words
 from kvbench.report.style import style_of
 
-FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "scaling", "kept"]
+FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "kept"]
 FileType = Literal["png", "pdf"]
 Draw = Callable[[Axes, pd.DataFrame], None]
 TEXT, SMALL = 9.0, 8.0

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.records.figures import Bars, Curve, Heatmap
+from kvbench.records.figures import Bars, Heatmap
 from kvbench.report.charts import looks_of, number_of
 from kvbench.report.drawing import (
     AXIS_LABELS,
@@ -38,7 +38,6 @@ from kvbench.report.ratios import (
     measures_several_rates,
     rate_texts,
 )
-from kvbench.report.scaling import curves_of
 from kvbench.report.style import OF_THE_PAPERS
 from kvbench.report.table import in_percent
 
@@ -62,8 +61,6 @@ def figures_of(group: Group) -> list[Drawn]:
     memory first. None where nothing was scored, and of a throughput probe, whose table has it all."""
     if group.good["score"].notna().sum() == 0 or group.meta.kind == "throughput":
         return []
-    if curve := group.meta.figure(Curve):
-        return curve_figures(group, curve)
     frame = tidy(group)
     drawn = [memory(group)]
     if heatmap := group.meta.figure(Heatmap):
@@ -245,56 +242,22 @@ def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
     return [name.removeprefix("rate ").replace(", ", "\n") for name in named]
 
 
-def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
-    """The curves that the task asks for, a panel for each data set, with the slopes of the papers'
-    bounds."""
-    if spec.y not in group.good:
-        return []
-    rows = pd.concat([curve.frame for curve in curves_of(group, spec)])
-    rows = rows[rows["mean"] > 0]  # the axes are logarithmic, and the exact cache has no error
-    if rows.empty:
-        return []
-    panels = {str(facet): part for facet, part in rows.groupby("facet", sort=False)}
-
-    def guides(ax: Axes, rows: pd.DataFrame) -> None:
-        limits, first = ax.get_ylim(), rows.iloc[0]
-        x = np.array([first["x"], rows["x"].max()])
-        look: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 0.9}
-        for slope in spec.guides:
-            ax.plot(x, first["mean"] * (x / x[0]) ** slope, **look)
-        ax.set_ylim(limits)
-
-    xlabel, ylabel = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
-    title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
-    text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
-    draw = partial(lines, panels, xlabel, ylabel, log="xy", also=guides)
-    chart = _panels_chart(group, panels, xlabel, ylabel, guides=spec.guides)
-    return [Drawn(f"{stem(group)}-scaling", title, text, draw, "scaling", chart)]
-
-
 def _panels_chart(
     group: Group,
     panels: Mapping[str, pd.DataFrame],
     xlabel: str,
     ylabel: str,
     *,
-    ticks: Sequence[str] = (),
-    guides: Sequence[float] = (),
+    ticks: Sequence[str],
 ) -> dict[str, Any]:
-    """What a page shows of panels that `lines` draws. Without `ticks`, the names of x = 0, 1, ..., both
-    axes are logarithmic; `guides` are slopes of straight lines through the first point of each panel."""
+    """What a page shows of panels that `lines` draws; `ticks` are the names of x = 0, 1, ..."""
     rows = []
     for title, frame in panels.items():
         for row in frame.dropna(subset=["mean"]).to_dict("records"):
-            x = ticks[int(row["x"])] if ticks else number_of(row["x"])
             numbers = [number_of(row[key]) for key in ("mean", "low", "high")]
-            rows.append([title, group.names[row["label"]], row["label"], x, *numbers])
-        first, most = frame.iloc[0], float(frame["x"].max())
-        for slope in guides:
-            last = first["mean"] * (most / first["x"]) ** slope
-            for x, y in ((first["x"], first["mean"]), (most, last)):
-                label = f"slope {slope:g}"
-                rows.append([title, None, label, number_of(x), number_of(y), None, None])
+            rows.append(
+                [title, group.names[row["label"]], row["label"], ticks[int(row["x"])], *numbers]
+            )
     return {
         "kind": "panels",
         "methods": looks_of(group),
@@ -302,7 +265,7 @@ def _panels_chart(
         "fields": PANEL_FIELDS,
         "xlabel": xlabel,
         "ylabel": ylabel,
-        "log": not ticks,
+        "log": False,
         "ticks": list(ticks),
         "lower": group.meta.lower_is_better,
     }

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.records.figures import Curve
 from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
@@ -39,7 +38,6 @@ from kvbench.report.ratios import (
     ratios_of,
     too_few_for_95,
 )
-from kvbench.report.scaling import slope_table, slopes
 from kvbench.report.stats import FEWEST, NOTHING
 from kvbench.report.table import (
     DIFFERENCE,
@@ -79,9 +77,6 @@ def tables_of(group: Group) -> list[Table]:
     ranking = score_table(group)
     if group.meta.kind == "throughput":
         return [timing_table(group), ranking, *split, *_splits(group, fields)]
-    curve = group.meta.figure(Curve)
-    if curve and curve.y in group.records and slopes(group, curve).size:
-        return [slope_table(group, curve), *split, ranking]
     tables = [ranking]
     if group.meta.kind == "fidelity" and "kl" in group.records:
         tables.append(fidelity_table(group))

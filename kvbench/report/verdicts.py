@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from kvbench.records.figures import Curve
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy, totals
 from kvbench.report.labels import words
@@ -20,7 +19,6 @@ from kvbench.report.ratios import (
     rate_text,
     ratios_of,
 )
-from kvbench.report.scaling import slope_verdict
 from kvbench.report.stats import FEWEST
 from kvbench.report.table import LIMITS, MISSING, number, score_format
 
@@ -33,11 +31,8 @@ MOST_NAMES = 4
 def verdict(group: Group) -> str:
     """A line for each of the lowest rates, made of the marks and intervals of the total scores, and one
     on the ratios that are enough; empty where methods are not compared by a score."""
-    curve = group.meta.figure(Curve)
     if group.meta.kind == "throughput":
         return ""
-    if curve is not None and curve.y in group.records:
-        return slope_verdict(group, curve)
     return "\n".join([*_at_rates(group)[-MOST_RATES:], *_enough(group)])
 
 

@@ -190,12 +190,15 @@ class Run(SimpleNamespace):
         by: str,
         panel: str,
         fit: tuple[float, float] | None = None,
+        log: bool = False,
+        part: str = "",
     ) -> None:
         """Write the rows and what is made of them: see `kvbench.report.item.RunNote` for the columns,
-        `write` for `fit`."""
+        `write` for `fit` and `log`; `part` names the second table of a run, and its files."""
         command = shlex.join(["python", *sys.argv])
         note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")
-        write(rows, self.place, note, fit)
+        place = self.place.with_name(f"{self.place.name}_{part}") if part else self.place
+        write(rows, place, note, fit, log)
 
 
 def write(
@@ -203,6 +206,7 @@ def write(
     place: Path,
     note: RunNote,
     fit: tuple[float, float] | None = None,
+    log: bool = False,
 ) -> None:
     """Write the rows as CSV, the mean of `note.y` against `note.x` as a figure, and the page of the
     item that the folder is named after; print the means, and what results/paper has of that item.
@@ -211,13 +215,14 @@ def write(
         place: path of the files, without their endings.
         fit: two values of x. With it the axes are logarithmic, and the exponent of each line's power
             law between the two is printed (least squares of logarithms).
+        log: whether the axes are logarithmic without `fit`.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(rows)
     first_line = f"{COMMENT} {note.small}\n" if note.small else ""
     Path(f"{place}.csv").write_text(first_line + frame.to_csv(index=False), encoding="utf-8")
     print(means_of(frame, note).to_string())
-    figure = figure_of_means(frame, note, fit)
+    figure = figure_of_means(frame, note, fit, log)
     figure.savefig(f"{place}.png", dpi=150, bbox_inches="tight")
     note.write(place)
     item = paper_items().get(place.parent.name.removesuffix("_small"))
@@ -246,13 +251,16 @@ def print_published(item: str) -> None:
 
 
 def figure_of_means(
-    frame: pd.DataFrame, note: RunNote, fit: tuple[float, float] | None = None
+    frame: pd.DataFrame,
+    note: RunNote,
+    fit: tuple[float, float] | None = None,
+    log: bool = False,
 ) -> Figure:
     """A panel for each value of `note.panel`, in it a line for each value of `note.by`; see `write` for
-    `fit`."""
+    `fit` and `log`."""
     panels = list(frame[note.panel].unique())
-    scale = "log" if fit else "linear"
-    figure = Figure(figsize=(12, 4))
+    scale = "log" if fit or log else "linear"
+    figure = Figure(figsize=(max(12, 3 * len(panels)), 4))
     if note.small:
         figure.suptitle(note.small, fontsize=8, wrap=True, y=1.04)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
@@ -261,12 +269,15 @@ def figure_of_means(
         ax = axes[panels.index(panel)]
         ax.plot(list(means.index), means, marker=".", label=label)
         heading = f"{note.panel} {panel}"
-        ax.set(title=heading, xlabel=note.x, ylabel=note.y, xscale=scale, yscale=scale)
+        ax.set_title(heading, fontsize=10)
+        ax.set(xlabel=note.x, ylabel=note.y, xscale=scale, yscale=scale)
         if fit:
             fitted = means[(means > 0) & means.index.to_series().between(*fit)]
             if len(fitted) > 1:
                 slope = np.polyfit(np.log(fitted.index.to_numpy()), np.log(fitted), 1)[0]
                 print(f"{heading}, {note.by} {label}: {note.y} as {note.x}^{slope:.3f}")
+    for ax in axes:
+        ax.label_outer()
     axes[-1].legend()
     return figure
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _bounded import bound_scale
 from _common import Run, started
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.error_scaling import bound_scale
 from kvbench.probes.layer_error import compress_measured, estimate
 
 

@@ -16,12 +16,12 @@ from itertools import product
 from typing import Any
 
 import torch
+from _bounded import BoundedData
 from _common import Run, started
 from torch import Tensor
 
 from kvbench.engine.row import layer_generator
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
-from kvbench.probes.error_scaling import BoundedData
 
 RULES = {"random_signs": None, "algorithm_2": 30.0, "constant_1": 1.0}
 """The constant in c = constant log(n s / delta), by label: 30 is Algorithm 2's, which the theorem's

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from _bounded import BoundedData
 from _common import Run, started
 from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.kernels.online_clusters import OnlineClusters
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.error_scaling import BoundedData
 
 DATA = {
     "d 4": {"head_dim": 4},
@@ -27,7 +27,7 @@ DATA = {
     "d 64": {"head_dim": 64},
     "d 64, 64 clusters": {"head_dim": 64, "clusters": 64, "spread": 0.1},
 }
-"""Options of `kvbench.probes.error_scaling.BoundedData`."""
+"""Options of `_bounded.BoundedData`."""
 
 
 def key_distance(keys: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from kvbench.kv import (
 )
 from kvbench.methods import available_methods, build_method
 from kvbench.methods.base import Method, allowed_entries
-from kvbench.probes.error_scaling import check_total
+from kvbench.probes.layer_error import check_total
 from kvbench.run.runner import run_job
 
 

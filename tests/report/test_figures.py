@@ -1,8 +1,7 @@
-"""Figures: what they show of the numbers, slopes of curves, strips of what was kept."""
+"""Figures: what they show of the numbers, strips of what was kept."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from scipy.stats import ttest_1samp
 from support.report_runs import (
     NEEDLE_META,
     TASKS,
@@ -23,15 +21,13 @@ from support.report_runs import (
     write_scores,
     write_sweep,
 )
-from support.tables import data, group_of, shown
+from support.tables import group_of
 
-from kvbench.records.figures import Curve, Heatmap, as_json, figures_in
+from kvbench.records.figures import Heatmap, figures_in
 from kvbench.report.drawing import Drawn, forest
 from kvbench.report.experiment import Group
 from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
 from kvbench.report.panels import grid_of, heatmaps
-from kvbench.report.scaling import curves_of, slope_table, slopes
-from kvbench.report.verdicts import verdict
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
@@ -179,99 +175,3 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
     assert drawn(group_of(tmp_path / "demo")) == {}
     write_run(tmp_path, method="h2o", records=lines_records("h2o"))
     assert all(one.encoded("png") for one in drawn(group_of(tmp_path / "demo")).values())
-
-
-SPEC = Curve(
-    x="held",
-    y="scaled",
-    level="kept",
-    fit_most=1024,
-    guides=(-0.5, -1.0),
-    expected={"uniform": -0.5, "balancekv": -1.0},
-    compare="uniform",
-)
-CURVE_META = {"score_unit": "error", "lower_is_better": True, "figures": as_json([SPEC])}
-
-
-def write_curves(folder: Path, laws: dict[str, float], noise: float, units: int = 6) -> Group:
-    for method, slope in laws.items():
-        rng = np.random.default_rng([3, int(min(100 * abs(slope), 1000))])
-        records: list[dict[str, Any]] = [
-            {
-                "example_id": f"{name}/{m}/{draw}",
-                "dataset": name,
-                "kept": m,
-                "held": 1.1 * m,
-                "replicate": f"{draw}",
-                "scaled": (e := m**slope * math.exp(noise * rng.normal())),
-                "score": e,
-                "ratio": m / 4096,
-            }
-            for name in ("a", "b")
-            for m in (64, 128, 256, 512, 1024, 2048)
-            for draw in range(units)
-        ]
-        write_run(folder, method=method, records=records, task_meta=CURVE_META)
-    return group_of(folder / "demo")
-
-
-def test_fits_recover_slopes_and_are_a_table_a_figure_and_a_sentence(tmp_path: Path) -> None:
-    group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
-    frame = slopes(group, SPEC)
-    for row in frame.to_dict("records"):
-        expected = SPEC.expected[row["method"]]
-        for key in ("slope", "slope_low", "slope_lower", "slope_upper"):
-            assert row[key] == pytest.approx(expected)
-        assert (row["fitted_from"], row["fitted_to"], row["verdict"]) == (64, 1024, "as predicted")
-        assert row["held_last"] == pytest.approx(1126.4)
-        assert row["bytes_ratio_last"] == 0.25
-    ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
-    assert list(ratio) == pytest.approx([1024**-0.5] * 2)
-    table = slope_table(group, SPEC)
-    assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
-    assert len(data(table)) == 4
-    (figure,) = drawn(group).values()
-    assert figure.chart is not None
-    rows = pd.DataFrame(figure.chart["rows"], columns=list(figure.chart["fields"]))
-    assert set(rows["line"]) == {"uniform", "balancekv", "slope -0.5", "slope -1"}
-    last = rows[rows["panel"].eq("a") & rows["line"].eq("balancekv")].iloc[-1]
-    assert list(last[["x", "mean"]]) == pytest.approx([1.1 * 2048, 1 / 2048])
-    text = verdict(group)
-    assert "balancekv (predicted −1.00): as predicted on 2 of 2" in text
-
-
-def test_a_curve_without_any_error_has_no_slope_and_no_ratio(tmp_path: Path) -> None:
-    write_curves(tmp_path, {"uniform": -0.5}, 0.0)
-    group = write_curves(tmp_path, {"exact": -math.inf}, 0.0)
-    exact = slopes(group, SPEC).set_index("method").loc["exact"]
-    assert exact[["slope", "last_ratio"]].isna().all(axis=None)
-    assert drawn(group)
-
-
-@pytest.mark.parametrize(
-    ("law", "noise", "units", "word"),
-    [
-        (-0.7, 0.01, 6, "shallower"),
-        (-1.3, 0.01, 6, "steeper"),
-        (-1.0, 0.3, 3, "not determined"),
-        (-1.0, 0.0, 1, "not determined"),
-    ],
-)
-def test_a_verdict_is_of_the_interval_and_not_of_the_middle(
-    tmp_path: Path, law: float, noise: float, units: int, word: str
-) -> None:
-    group = write_curves(tmp_path, {"balancekv": law}, noise, units)
-    assert set(slopes(group, SPEC)["verdict"]) == {word}
-
-
-def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> None:
-    """Log-normal noise: close to Student's interval of the logarithms."""
-    group = write_curves(tmp_path, {"uniform": -0.5}, 0.1, 12)
-    curve = curves_of(group, SPEC)[0]
-    logs = np.log(
-        group.records[group.records["dataset"].eq("a") & group.records["kept"].eq(64)]["scaled"]
-    )
-    theirs = ttest_1samp(logs, 0.0).confidence_interval()
-    assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
-        list(theirs), abs=0.03
-    )

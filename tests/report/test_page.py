@@ -424,10 +424,6 @@ FORGED: list[tuple[str, Any]] = [
     ("task_meta.figures", [{"kind": "heatmap", "x": "length"}]),
     ("task_meta.figures", [{"kind": "heatmap", "x": "answers", "y": "depth"}]),
     ("task_meta.figures", [{"kind": "bars", "x": "answers"}]),
-    (
-        "task_meta.figures",
-        [{"kind": "scaling", "x": "prediction", "y": "score", "level": "length"}],
-    ),
     ("task_meta.breakdown", ["answers"]),
     ("task_meta.unit", "answers"),
     ("task_meta.measures", ["answers"]),
