@@ -135,8 +135,8 @@ def first_come_kernel(
 
 
 @on_its_device
-def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """`online_clusters.nearest` on CUDA: one launch."""
+def nearest_points(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """`online_clusters.nearest_points` on CUDA: one launch."""
     heads, b, dim = points.shape
     m = others.shape[1]
     distance = points.new_empty(heads, b)

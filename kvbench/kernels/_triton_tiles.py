@@ -1,4 +1,4 @@
-"""What several Triton kernels do with a tile, as functions that are compiled into each of them.
+"""Functions on tiles that are compiled into several Triton kernels.
 
 Sizes have the same names in all kernels: DIM and VALUE_DIM are the numbers of a key and of a value, D
 and E are the least powers of two that are not less, because Triton's tiles have no other sides. Columns

@@ -44,13 +44,13 @@ class OnlineClusters:
         before = self.clusters[:, None]
         exists = self._exists()
         width = exists.shape[2]
-        distance, cluster = nearest(points, self.points[:, :width], exists)
+        distance, cluster = nearest_points(points, self.points[:, :width], exists)
         started, order, is_started = self._start(points, distance > self.delta[:, None], width)
         if not order.shape[1]:
             return cluster
         # A point may join only what it or an earlier point of the block has started.
         known = is_started.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
-        new_distance, new_cluster = nearest(points, started, known)
+        new_distance, new_cluster = nearest_points(points, started, known)
         return torch.where(new_distance < distance, before + new_cluster, cluster)
 
     def count(self, points: Tensor) -> None:
@@ -108,7 +108,7 @@ def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
     return clustering.clusters
 
 
-def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_points(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest (l2) of `others` to each point, the first on a tie.
 
     Distances are float32 roots of sums of squared differences, on a CPU as on CUDA.
@@ -128,7 +128,7 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
     if use_triton("online_clusters", "auto", points, rows_on_chip=False):
         from kvbench.kernels import _triton_clusters
 
-        return _triton_clusters.nearest(points, others, among)
+        return _triton_clusters.nearest_points(points, others, among)
     # A matrix product finds the nearest; differences are computed to it alone or, where several may be
     # the nearest for all that the product's rounding lets tell, to all.
     own, theirs = _squared_norm(points), _squared_norm(others)
@@ -148,8 +148,8 @@ def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tens
 
 
 def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Tensor:
-    """Whether the distance that `nearest` returns of each point is more than delta [h]: [h, b] bool."""
-    # On a CPU a matrix product decides, and `nearest` only where its rounding leaves points open.
+    """Whether each point is farther from its nearest than delta [h]: [h, b] bool."""
+    # On a CPU a matrix product decides, and `nearest_points` where its rounding leaves points open.
     far = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
     undecided: slice | Tensor = slice(None)
     if not points.is_cuda and others.shape[1]:
@@ -159,7 +159,7 @@ def _farther(points: Tensor, others: Tensor, among: Tensor, delta: Tensor) -> Te
         far = over > 0
         doubt = over.abs_() <= _rounding(points.shape[2]) * (own + theirs.amax(-1, True) + limit)
         undecided = doubt.any(0).nonzero()[:, 0]
-    far[:, undecided] = nearest(points[:, undecided], others, among)[0] > delta[:, None]
+    far[:, undecided] = nearest_points(points[:, undecided], others, among)[0] > delta[:, None]
     return far
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from kvbench.errors.options import Count, Whole, check_options, only
 from kvbench.kernels.quantize import (
-    Block,
     Codec,
     Codecs,
+    PackedRows,
+    PackedValues,
     Quantization,
     SchemeError,
-    ValueBlock,
     pack,
     pack_bits,
     packed_bytes,
@@ -110,7 +110,7 @@ class QJL:
             due=lambda _, exact: exact - exact % self.buffer,
             ahead=True,
         )
-        value_codec: Codec[ValueBlock] = Codec(
+        value_codec: Codec[PackedValues] = Codec(
             partial(pack, quantization=self._value_quantization, by_channel=False),
             due=lambda _, exact: max(0, exact - self.buffer),
         )
@@ -160,7 +160,7 @@ def orthogonalised(projection: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Signs(Block):
+class Signs(PackedRows):
     """Packed keys of groups of consecutive tokens.
 
     Attributes:

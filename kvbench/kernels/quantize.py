@@ -36,7 +36,7 @@ class SchemeError(UserError, ValueError):
     """An option of a storage scheme that is not allowed; its message begins with ``quantize.``."""
 
 
-class Block(ABC):
+class PackedRows(ABC):
     """Consecutive rows [heads, n, d] in packed form. Subclasses are frozen dataclasses."""
 
     ROWS: ClassVar[tuple[str, ...]]
@@ -76,14 +76,14 @@ class Block(ABC):
 
 
 def map_tensors(change: Callable[..., Any], *fields: Any) -> Any:
-    """What `change` makes of tensors, or of those at each place of tuples of equal length, which may be
-    nested: in such tuples."""
+    """Apply `change` to tensors, or to those at each place of tuples of equal length, which may be
+    nested; returns such tuples."""
     if isinstance(fields[0], Tensor):
         return change(*fields)
     return tuple(map_tensors(change, *parts) for parts in zip(*fields, strict=True))
 
 
-class ValueBlock(Block):
+class PackedValues(PackedRows):
     """A block whose rows can also be averaged, as attention does with values. (QJL's signs cannot.)"""
 
     @abstractmethod
@@ -97,14 +97,14 @@ def never(count: int, waiting: int) -> int:
 
 
 def without_rows(stored: Tensor, places: Tensor) -> Tensor:
-    """`Block.without` of one tensor [heads, n, ...]: a new one [heads, n - 1, ...]."""
+    """`PackedRows.without` of one tensor [heads, n, ...]: a new one [heads, n - 1, ...]."""
     kept = stored[:, :-1].clone()
     inside = (places < kept.shape[1]).nonzero()[:, 0]  # the last row may be the one that leaves
     kept[inside, places[inside]] = stored[inside, -1]
     return kept
 
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=PackedRows)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Codec(Generic[B]):
         return replace(self, blocks=tuple(blocks))
 
     def without(self, places: Tensor) -> Codec[B]:
-        """The codec without one row of each head (`Block.without`); no other row is packed anew."""
+        """The codec without one row of each head (`PackedRows.without`); no other row is packed anew."""
         whole = reduce(lambda block, following: block.joined(following), self.blocks)
         return replace(self, blocks=(whole.without(places),))
 
@@ -154,14 +154,14 @@ class Codec(Generic[B]):
         """Inner products of query [heads, q, d] with every packed row: [heads, q, count] float32."""
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1)
 
-    def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
+    def mix(self: Codec[PackedValues], weights: Tensor) -> Tensor:
         """The packed rows' sums with weights [heads, q, count]: [heads, q, d] float32."""
         parts = weights.split([block.count for block in self.blocks], dim=-1)
         mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
         return torch.stack(mixed).sum(0)
 
 
-Codecs = tuple[Codec[Any], Codec[ValueBlock]]
+Codecs = tuple[Codec[Any], Codec[PackedValues]]
 """The codec of a layer's keys, and that of its values."""
 
 
@@ -231,7 +231,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Packed(ValueBlock):
+class Rounded(PackedValues):
     """Keys or values [heads, n, d] in packed integers.
 
     Attributes:
@@ -287,7 +287,7 @@ def packed_bytes(
     return heads * rows * (codes + 2 * groups * itemsize)
 
 
-def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
+def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Rounded:
     """Quantise x [heads, n, d]: per channel (groups run along n) or per entry (groups run along d).
 
     A last group that is short has a scale and a zero point of its own. For that it is padded with its
@@ -304,10 +304,10 @@ def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
     step = torch.where(scale > 0, scale.float(), 1.0)
     codes = (groups - zero.float()[..., None]).div_(step[..., None]).round_()
     codes = codes.clamp_(0, 2**bits - 1).flatten(-2)[..., :columns].to(torch.uint8)
-    return Packed(pack_bits(codes, bits), scale, zero, columns, by_channel, quantization)
+    return Rounded(pack_bits(codes, bits), scale, zero, columns, by_channel, quantization)
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: Rounded) -> Tensor:
     """The numbers [heads, n, d] that the codes stand for, in the dtype of what was packed."""
     rows = packed.restored(slice(None)).to(packed.scale.dtype)
     return rows.transpose(1, 2) if packed.by_channel else rows

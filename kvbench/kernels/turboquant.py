@@ -21,8 +21,8 @@ from kvbench.errors.options import Whole, check_options
 from kvbench.kernels.quantize import (
     Codec,
     Codecs,
+    PackedValues,
     SchemeError,
-    ValueBlock,
     looked_up,
     mixture,
     pack_bits,
@@ -318,7 +318,7 @@ def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rotated(ValueBlock):
+class Rotated(PackedValues):
     """Packed vectors. Their channels are split into sets (`TurboQuant.sets`), each with a coder, and
     what its `encode` returned. The order [heads, d] has the channels of one set after those of the
     other; None for a single set."""

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Scoring = Literal["sum", "mean"]
 """The score of a continuation: its log-probability, or the mean over its tokens (H2O's released
 evaluation)."""
-Pair = tuple[Sequence[int], Sequence[int]]
+Request = tuple[Sequence[int], Sequence[int]]
 """The token ids of a context and of its continuation."""
 
 
@@ -85,7 +85,7 @@ def cost_fields(answers: Sequence[Likelihood]) -> dict[str, Any]:
     return fields
 
 
-def truncated(pair: Pair, max_length: int) -> Pair:
+def truncated(pair: Request, max_length: int) -> Request:
     """Cut the context of a request on the left, so that context and continuation have at most
     max_length + 1 tokens, as HFLM does.
     """
@@ -101,7 +101,7 @@ def truncated(pair: Pair, max_length: int) -> Pair:
 
 def answer_requests(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Request],
     methods: Methods,
     *,
     tokenizer: Tokenizer,

@@ -13,7 +13,7 @@ from kvbench.kv import KVError
 BLOCK = 64
 """How many columns of a Gram matrix are computed at a time."""
 JITTERS = (0.0, 1e-5, 1e-4, 1e-3)
-"""What is added to the unit diagonal of a matrix, one after the other, until it can be factored."""
+"""Added to the unit diagonal of a matrix, one after the other, until it can be factored."""
 
 
 def least_squares(

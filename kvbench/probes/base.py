@@ -1,5 +1,5 @@
-"""What probes share: the base classes, which hold what reports read of a probe; a task's prompts as
-tokens; types of options.
+"""The base classes of probes, which hold what reports read of a probe; the prompts of a task as tokens;
+types of options.
 
 The upper limits of options lie far above what a run could finish: they refuse typing errors.
 """
@@ -76,7 +76,7 @@ class Probe(Plan):
     figures: ClassVar[tuple[Figure, ...]] = ()
     """Figures that the report draws."""
     kind: ClassVar[TaskKind] = "scores"
-    """What the probe measures, which decides the report's tables."""
+    """Decides which tables a report has of the probe."""
     repetition: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 

@@ -99,11 +99,13 @@ def teacher_forced(
             held_back=1,
             room=len(continuation),
         )
-        return compare(model, reading, continuation)
+        return fidelities_of(model, reading, continuation)
 
 
 @torch.inference_mode()
-def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict[str, Fidelity]:
+def fidelities_of(
+    model: Model, reading: Reading, continuation: Sequence[int]
+) -> dict[str, Fidelity]:
     """Every method of a reading against its first row, which is exact, on a continuation."""
     results = {row.label: Fidelity(cost=row.cost()) for row in reading.rows}
     sound = [row for row in reading.rows if row.failure is None]
@@ -244,7 +246,7 @@ class FidelityProbe(Probe):
             tokens = exact.chosen
         else:
             tokens = encoder.encode_after(".", text)[:longest]
-        fidelities = compare(session.model, reading, tokens)
+        fidelities = fidelities_of(session.model, reading, tokens)
         prompt = encoded.example.context + encoded.example.question
         shared = {
             "prompt": item.id,

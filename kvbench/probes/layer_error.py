@@ -160,8 +160,8 @@ def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: 
 def compress_measured(
     label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
 ) -> tuple[CompressedKV, dict[str, Any]]:
-    """What a method holds instead of the layer `kv`, and record fields of what it costs. Entries that
-    its cache would pack are returned as they are read back from it."""
+    """Compress the layer `kv` by a method; returns its entries and record fields of their cost. Entries
+    that the method's cache would pack are returned as they are read back from it."""
     if method.restricts:
         raise KVError(
             f"method {label!r} restricts attention while decoding; allowed: methods that do not"

@@ -41,8 +41,8 @@ class Bars:
 
 Figure = Heatmap | Bars
 TaskKind = Literal["scores", "throughput", "fidelity"]
-"""What a task measures: scores of answers, or errors; seconds and bytes; distances from the exact
-model's distribution."""
+"""A task measures scores of answers or errors, or seconds and bytes, or distances from the exact model's
+distribution."""
 _FIGURES: TypeAdapter[tuple[Figure, ...]] = TypeAdapter(
     tuple[Annotated[Figure, Field(discriminator="kind")], ...]
 )

@@ -178,7 +178,7 @@ def first_come(dim: int) -> None:
     and which of 900 representatives is nearest to each point."""
     points, free = empty(8, 256, dim), empty(8, 256, dtype=torch.bool)
     _triton_clusters.first_come(points, empty(8), free, empty(8, dtype=torch.int64))
-    _triton_clusters.nearest(points, empty(8, 900, dim), empty(8, 1, 900, dtype=torch.bool))
+    _triton_clusters.nearest_points(points, empty(8, 900, dim), empty(8, 1, 900, dtype=torch.bool))
 
 
 def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:

@@ -48,7 +48,7 @@ class Released(NamedTuple):
     projection: torch.Tensor
     scheme: QJL
     codec: Codec[Signs]
-    old_values: quantize.Packed
+    old_values: quantize.Rounded
 
 
 def released(golden, name) -> Released:
