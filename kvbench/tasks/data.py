@@ -12,6 +12,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -344,23 +345,34 @@ class Source:
     def _fetched(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        assert self.dataset is not None
+        with self._from_hub(f"{file} of {self.dataset} (revision {self.revision or 'main'})"):
+            path = hf_hub_download(
+                str(self.dataset),
+                file,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=not hub_answers(),
+            )
+        return Path(path)
+
+    @contextmanager
+    def _from_hub(self, what: str) -> Iterator[None]:
+        """Read something from the Hub; whatever fails is a TaskError that says how to do without it."""
         try:
             with quiet_hub():
-                path = hf_hub_download(
-                    self.dataset,
-                    file,
-                    repo_type="dataset",
-                    revision=self.revision,
-                    local_files_only=not hub_answers(),
-                )
+                yield
         except Exception as problem:
             raise TaskError(
-                f"{self.task}: {file} of {self.dataset} (revision {self.revision or 'main'}) cannot be "
-                f"fetched ({type(problem).__name__}); allowed: a network, or task.data=<folder or zip "
-                f"with {self.file}>"
+                f"{self.task}: cannot read {what}: {first_line(problem)}; allowed: a network, or "
+                f"{self._local_option}"
             ) from problem
-        return Path(path)
+
+    @property
+    def _local_option(self) -> str:
+        """The option that names a local copy of the rows."""
+        if self.file or self.local:
+            return f"task.data=<folder or zip with {self.local or self.file}>"
+        return "task.files=[<file>]"
 
     def rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Each row's place for messages ("file row 3"), the name of its file (`distinct_names`) without
@@ -387,30 +399,17 @@ class Source:
         """The rows that `datasets` reads from the Hub, or the first `most` of them."""
         from datasets import load_dataset
 
-        assert self.dataset is not None
-        try:
-            if not hub_answers():
-                raise ConnectionError("the Hub cannot be reached")
-            with quiet_hub():
-                rows = load_dataset(
-                    self.dataset,
-                    name=self.config,
-                    split=self.split,
-                    streaming=True,
-                    revision=self.revision,
-                )
-                return [dict(row) for row in islice(rows, most)]
-        except Exception as problem:
-            data_set = " ".join(filter(None, (self.dataset, self.config, self.split)))
-            raise TaskError(
-                f"{self.task}: cannot read {data_set}: {first_line(problem)}; allowed: a network, or "
-                f"{self._local_option}"
-            ) from problem
-
-    @property
-    def _local_option(self) -> str:
-        """The option that names a local copy of the rows."""
-        return "task.files=[<file>]" if self.local is None else "task.data=<folder or zip>"
+        names = filter(None, (self.dataset, self.config, self.split))
+        with self._from_hub(" ".join(names)):
+            check_hub()
+            rows = load_dataset(
+                self.dataset,
+                name=self.config,
+                split=self.split,
+                streaming=True,
+                revision=self.revision,
+            )
+            return [dict(row) for row in islice(rows, most)]
 
     def check_files(self) -> None:
         for path in self.paths if self.files else ():
@@ -423,15 +422,12 @@ class Source:
             return digests_in_order(self.task, self.paths)
         from huggingface_hub import HfApi
 
-        assert self.dataset is not None
-        try:
-            if not hub_answers():
-                raise ConnectionError("the Hub cannot be reached")
-            with quiet_hub():
-                commit = HfApi().dataset_info(self.dataset, revision=self.revision).sha
-        except Exception as problem:
-            raise TaskError(
-                f"{self.task}: {self.dataset!r} cannot be read ({type(problem).__name__}); allowed: a "
-                f"dataset on the Hub and a network, or {self._local_option}"
-            ) from problem
-        return {self.dataset: str(commit)}
+        with self._from_hub(repr(self.dataset)):
+            check_hub()
+            commit = HfApi().dataset_info(str(self.dataset), revision=self.revision).sha
+        return {str(self.dataset): str(commit)}
+
+
+def check_hub() -> None:
+    if not hub_answers():
+        raise ConnectionError("the Hub cannot be reached")

@@ -23,10 +23,9 @@ from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, NewTokens, Task, TaskError, by_digest, with_newlines
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
-from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row
+from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row, as_text, template
 from kvbench.tasks.metrics import OF_LETTERS, check_metric, metric_named, own_function
 from kvbench.tasks.metrics_text import Key, contains_for_good
-from kvbench.tasks.template import as_text, template
 
 log = logging.getLogger(__name__)
 

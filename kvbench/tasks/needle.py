@@ -20,9 +20,10 @@ released with BalanceKV) and ``rouge1`` (ROUGE-1 F). All are of the whole answer
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le, MinLen
@@ -40,7 +41,7 @@ from kvbench.tasks.base import (
 )
 from kvbench.tasks.data import file_digests, texts_of_files
 from kvbench.tasks.encoding import check_template
-from kvbench.tasks.haystack import Filler, make_filler, place_needles
+from kvbench.tasks.haystack import generated_haystack, split_sentences
 from kvbench.tasks.metrics_text import Pairwise, containment, released_recall, rouge1, word_recall
 from kvbench.tasks.words import words_of
 
@@ -60,6 +61,14 @@ SCORES: Mapping[str, Pairwise] = {
     "rouge1": rouge1,
 }
 """The scores of a prediction and the answer, by name."""
+
+
+class Filler(NamedTuple):
+    """The text around the needles of a prompt: its name, which is the unit that intervals resample, and
+    the token ids of its sentences."""
+
+    name: str
+    pieces: list[list[int]]
 
 
 class Fact(NamedTuple):
@@ -152,15 +161,8 @@ class Needle(Task):
         the lengths and the depths occur equally often, to within one example (one context, where all
         depths are `together`).
         """
-        texts = self._texts()
-        begin = encoder.begin_ids if self.begin_tokens else []
-        head = self._head(encoder)
-
-        @cache
-        def filler(number: int) -> Filler:
-            tokens = max(self.lengths)
-            return make_filler(texts, self.seed, number, tokens, 2 * begin, encoder, head)
-
+        texts = self._texts(encoder)
+        filler = cache(partial(self._filler, encoder, texts))
         names = list(self.facts) or [""]
         num_lengths = len(self.lengths)
         num_depths = 1 if self.together else len(self.depths)
@@ -187,14 +189,43 @@ class Needle(Task):
     def _single(self) -> Mapping[str, str]:
         return {option: getattr(self, option) or "" for option in PARTS}
 
-    def _texts(self) -> list[tuple[str, str]]:
+    def _texts(self, encoder: PromptEncoder) -> list[tuple[str, str]]:
+        """The names and texts of the files; none where the filler is generated."""
         if not self.haystack_files:
             return []
         texts = texts_of_files("haystack_files", self.haystack_files, ESSAYS)
         texts = [(name, text.strip()) for name, text in texts if text.strip()]
-        if not texts:
-            raise TaskError("needle: the haystack of files holds no text")
+        if not any(encoder.encode_text(text[:100]) for _, text in texts):
+            raise TaskError("needle: the haystack of files holds no text, or none with tokens")
         return texts
+
+    def _filler(
+        self, encoder: PromptEncoder, texts: Sequence[tuple[str, str]], number: int
+    ) -> Filler:
+        """Filler `number`, of at least as many tokens as the longest prompt has. It depends on no length
+        or depth, so that the prompts that are made of it differ in these only, as in the protocol. Of
+        files each filler begins with another one, as long as there are others, and goes on with those
+        after it."""
+        if texts:
+            order = list(range(len(texts)))
+            random.Random(f"kvbench needle {self.seed}").shuffle(order)
+            first = order[number % len(texts)]
+            name, sentences = texts[first][0], _sentences_from(texts, first)
+        else:
+            name = f"seed {self.seed}, {number}"
+            generated = generated_haystack(f"needle {self.seed} {number}")
+            sentences = (f" {text}" if index else text for index, text in enumerate(generated))
+        before, blank = self._head(encoder)
+        pieces: list[list[int]] = []
+        missing = max(self.lengths)
+        while missing > 0:
+            text = blank + next(sentences)
+            blank = ""
+            pieces.append(encoder.encode_after(before, text))
+            missing -= len(pieces[-1])
+            before = text
+        begin = encoder.begin_ids if self.begin_tokens else []
+        return Filler(name, [2 * begin + pieces[0], *pieces[1:]])
 
     def _facts(
         self, number: int, length: int, depth: float, name: str
@@ -296,3 +327,79 @@ class Needle(Task):
         text = encoder.before + self.template.partition(HAYSTACK)[0] if encoder.adds_blank else ""
         head = text.rstrip(" ")
         return head, text[len(head) :]
+
+
+def _sentences_from(texts: Sequence[tuple[str, str]], first: int) -> Iterator[str]:
+    """The sentences of document `first` and of those after it, endlessly, with a blank line between
+    documents."""
+    yield from split_sentences(texts[first][1])
+    for index in count(first + 1):
+        yield from split_sentences("\n\n" + texts[index % len(texts)][1])
+
+
+def place_needles(
+    pieces: Sequence[Sequence[int]],
+    needles: Sequence[tuple[Sequence[int], Sequence[int]]],
+    depths: Sequence[float],
+    length: int,
+    room: int,
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of `room` tokens, filler and needles together, and for each needle the place of its
+    first token and the number of its tokens.
+
+    Args:
+        pieces: the token ids of the filler's sentences.
+        needles: for each needle its token ids inside the text, and those at the very start of it.
+        depths: for each needle the percentage of the filler before it. The needle is put at the nearest
+            end of a sentence at or before that; at 100 per cent last, wherever the filler is cut.
+        length: the number of tokens of the whole prompt, for the message.
+    """
+    filler_tokens = room - sum(len(inside) for inside, _ in needles)
+    # Where a needle is the very start of the text it may have another number of tokens, and the filler
+    # is then cut anew.
+    for _ in range(4):
+        filler, ends = _cut(pieces, filler_tokens)
+        places = [_place(depth, ends, len(filler)) for depth in depths]
+        inserted = [
+            inside if place else at_start
+            for (inside, at_start), place in zip(needles, places, strict=True)
+        ]
+        remaining = room - sum(map(len, inserted))
+        if filler_tokens == remaining:
+            break
+        filler_tokens = remaining
+    if filler_tokens < 0 or not filler:
+        raise TaskError(
+            f"needle: length {length} is too short for needle, question and filler; "
+            f"at least {length + 1 - filler_tokens} tokens"
+        )
+    context: list[int] = []
+    spans = [(-1, 0)] * len(needles)
+    copied = 0
+    for place, needle in sorted(zip(places, range(len(needles)), strict=True)):
+        context += filler[copied:place]
+        spans[needle] = (len(context), len(inserted[needle]))
+        context += inserted[needle]
+        copied = place
+    context += filler[copied:]
+    return context, spans
+
+
+def _place(depth: float, ends: Sequence[int], total: int) -> int:
+    """The last sentence end (in tokens) at or before `depth` per cent; `total` at 100."""
+    if depth == 100:
+        return total
+    return max(end for end in ends if end <= depth / 100 * total + 1e-9)
+
+
+def _cut(pieces: Sequence[Sequence[int]], tokens: int) -> tuple[list[int], list[int]]:
+    """The first `tokens` tokens of the filler, and where in them sentences end, 0 included."""
+    ids: list[int] = []
+    ends = [0]
+    for piece in pieces:
+        if len(ids) >= tokens:
+            break
+        ids += piece
+        if len(ids) <= tokens:
+            ends.append(len(ids))
+    return ids[: max(0, tokens)], ends

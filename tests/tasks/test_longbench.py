@@ -21,7 +21,7 @@ from kvbench.engine.answer import Stopping
 from kvbench.engine.model import ModelError, ModelSpec, prompt_encoder
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.longbench import LongBench
+from kvbench.tasks.longbench import PROTOCOLS, LongBench, truncate_middle
 from kvbench.tasks.longbench_datasets import (
     DATASETS,
     E_DATASETS,
@@ -30,7 +30,6 @@ from kvbench.tasks.longbench_datasets import (
     rows_of,
     source_of,
 )
-from kvbench.tasks.longbench_protocols import PROTOCOLS, truncate_middle
 
 # prompt templates
 

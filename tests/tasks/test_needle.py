@@ -14,8 +14,8 @@ from support.paths import ROOT
 
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, TaskError, balanced_order
-from kvbench.tasks.haystack import generated_haystack, place_needles
-from kvbench.tasks.needle import Needle
+from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.needle import Needle, place_needles
 
 NEEDLE = {
     "needle": "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a "
