@@ -69,8 +69,11 @@ class OnlineClusters:
         return torch.arange(width, device=self.delta.device) < self.clusters[:, None, None]
 
     def _start(self, points: Tensor, far: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Add those of points [h, b, dim] that become representatives. `far` [h, b] is true for points
-        within `delta` of no earlier one, which have `width` places.
+        """Add those of points [h, b, dim] that become representatives.
+
+        Args:
+            far: [h, b] bool, true for points that are farther than `delta` from every representative.
+            width: the places that these take up in `self.points`.
 
         Returns:
             the new representatives [h, u, dim], their places among the points [h, u] int64, and [h, u]
@@ -193,9 +196,11 @@ def _rows(points: Tensor, index: Tensor) -> Tensor:
 
 
 def _first_come(points: Tensor, free: Tensor, known: OnlineClusters) -> Tensor:
-    """Which of points [h, u, dim] become representatives, [h, u] bool: in their order, of those that no
-    representative of `known` is near (`free` [h, u] bool), each that is not within the radius of one
-    that has just become a representative, as long as its head has room."""
+    """Decide which of points [h, u, dim] become representatives, in their order: [h, u] bool.
+
+    A point becomes one if no representative of `known` is near it (`free` [h, u] bool), no earlier of
+    these points that has become one is within the radius, and its head has room.
+    """
     u, dim = points.shape[1:]
     room = torch.full_like(known.clusters, u) if known.most is None else known.most - known.clusters
     if use_triton("online_clusters", "auto", points, rows_on_chip=False):

@@ -2,7 +2,7 @@
 are solved for with which they answer reference queries as the whole block does.
 
 `Matching` has the options and the steps: `Matching.select` chooses the keys, `Matching.solve` fits their
-log-weights and values. `match` does both for the blocks of several heads.
+log-weights and values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,20 +108,6 @@ class Selection(NamedTuple):
 class Solution(NamedTuple):
     """The solved log_weights [t] and values [t, dim] of t chosen entries of a block, both float32."""
 
-    log_weights: Tensor
-    values: Tensor
-
-
-class Matched(NamedTuple):
-    """The entries that replace the blocks of several heads.
-
-    Attributes:
-        positions: [heads, t] int64, places in the block.
-        log_weights: [heads, t] float32.
-        values: [heads, t, dim] float32.
-    """
-
-    positions: Tensor
     log_weights: Tensor
     values: Tensor
 
@@ -379,35 +365,3 @@ def best_first(scores: Tensor, count: int) -> Tensor:
     """The places of the `count` highest of scores [n], the highest first: [count] int64. Of equal scores
     the one at the lower place comes first."""
     return scores.argsort(descending=True, stable=True)[:count]
-
-
-def match(
-    key_rows: Tensor,
-    value_rows: Tensor,
-    query_rows: Tensor,
-    /,
-    entries: int,
-    scaling: float,
-    **options: Any,
-) -> Matched:
-    """Match the blocks of several heads: keep `entries` keys of each, with log-weights and values solved
-    for.
-
-    Args:
-        key_rows, value_rows: [heads, n, dim].
-        query_rows: [heads, m, dim], the reference queries.
-        entries: how many entries are kept, at most n.
-        scaling: the factor on q.k before the softmax.
-        options: those of `Matching`. The first three parameters are positional only, since `keys` and
-            `values` are options.
-
-    Raises:
-        KVError: an option's value that is not allowed.
-    """
-    matching = Matching(**options)
-    matched = []
-    for keys, values, queries in zip(key_rows, value_rows, query_rows, strict=True):
-        block = Block.of(keys, values, queries, scaling)
-        selection = matching.select(block, entries)
-        matched.append((selection.places, *matching.solve(block, selection)))
-    return Matched(*(torch.stack(part) for part in zip(*matched, strict=True)))

@@ -21,7 +21,7 @@ from kvbench.engine.row import Row
 from kvbench.kv import Budget, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
 from kvbench.methods._least_squares import least_squares
-from kvbench.methods._matching import Block, match
+from kvbench.methods._matching import Block, Matching
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -56,18 +56,19 @@ def test_as_released():
         arrays = keys, values, np.float32(case["sharp"]) * noise + near_keys
         digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
         assert digest[:16] == case["sha"], name
-        k, v, q = (torch.from_numpy(array)[None] for array in arrays)
-        made = match(k, v, q, case["t"], d**-0.5, **options_of(case))
-        chosen = made.positions[0]
+        k, v, q = map(torch.from_numpy, arrays)
+        options = options_of(case)
+        block, matching = Block.of(k, v, q, d**-0.5), Matching(**options)
+        selection = matching.select(block, case["t"])
+        chosen, (logs, mixed) = selection.places, matching.solve(block, selection)
         assert chosen.tolist() == golden[f"{name}_idx"].tolist(), name
         near = (
             1e-3 if name == "hak_two_steps" else 1e-4
         )  # its power iteration starts at random there
-        logs, mixed = made.log_weights[0], made.values[0]
         np.testing.assert_allclose(logs, golden[f"{name}_beta"], atol=near, err_msg=name)
         np.testing.assert_allclose(mixed, golden[f"{name}_values"], atol=near, err_msg=name)
         asked = np.random.default_rng(case["seed"] + 1000).standard_normal((7, d))
-        logits = torch.from_numpy(asked).float() @ k[0][chosen].mT * d**-0.5
+        logits = torch.from_numpy(asked).float() @ k[chosen].mT * d**-0.5
         assert_near((logits + logs).softmax(-1) @ mixed, golden[f"{name}_out"], near)
 
 
@@ -138,11 +139,14 @@ def test_entries_solved_for_in_parts():
 def test_entries_solved_for_in_parts_stand_in_the_order_of_their_choice():
     """So few queries that each entry is a part of its own."""
     layer = make_layer(12, kv_heads=1, group=1, dim=4)
-    rows = (layer.keys[0], layer.values[0], layer.queries[0, :, :3])
-    kept = match(*rows, 4, layer.scaling, queries_per_entry=5, values="kept")
-    assert not torch.equal(kept.positions, kept.positions.sort().values), "not ascending"
-    assert torch.equal(kept.values[0], layer.values[0, 0, kept.positions[0]])
-    solved = match(*rows, 4, layer.scaling, queries_per_entry=5)
+    keys, values, queries = layer.keys[0, 0], layer.values[0, 0], layer.queries[0, 0, :3]
+    block = Block.of(keys, values, queries, layer.scaling)
+    keeping = Matching(queries_per_entry=5, values="kept")
+    selection = keeping.select(block, 4)
+    assert not torch.equal(selection.places, selection.places.sort().values), "not ascending"
+    kept = keeping.solve(block, selection)
+    assert torch.equal(kept.values, values[selection.places])
+    solved = Matching(queries_per_entry=5).solve(block, selection)
     assert torch.equal(solved.log_weights, kept.log_weights)
     assert torch.isfinite(solved.values).all()
 
