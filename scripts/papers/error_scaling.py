@@ -212,18 +212,12 @@ def main(arguments: Sequence[str]) -> None:
     sizes = frame.groupby(["dataset", "method", "kept"])["held"]
     frame["entries"] = sizes.transform("mean")
     found = slopes(frame[frame["kept"] <= run.fit * run.n])
-    axes = {"by": "method", "panel": "dataset", "log": True}
-    run.save(frame.to_dict("records"), y="scaled_error", x="entries", **axes)
-    print(f"slopes up to {run.fit * run.n:.0f} entries kept:\n{with_intervals(found).to_string()}")
     found["fitted to"] = f"{run.fit * run.n:.0f} entries kept"
-    run.save(
-        found.to_dict("records"),
-        y="slope",
-        x="dataset",
-        by="method",
-        panel="fitted to",
-        part="slopes",
-    )
+    rows: Any = frame.to_dict("records")
+    rows_of_slopes: Any = found.to_dict("records")
+    run.save(rows, y="scaled_error", x="entries", by="method", panel="dataset", log=True)
+    print(f"slopes up to {run.fit * run.n:.0f} entries kept:\n{with_intervals(found).to_string()}")
+    run.save(rows_of_slopes, y="slope", x="dataset", by="method", panel="fitted to", part="slopes")
 
 
 if __name__ == "__main__":
