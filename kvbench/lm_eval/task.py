@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -21,7 +20,7 @@ from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fie
 from kvbench.probes.base import Probe, failed
 from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError, Tokens
+from kvbench.tasks.base import TaskError, Tokens, in_turn
 from kvbench.tasks.data import folder_digests
 
 
@@ -113,7 +112,7 @@ class HarnessTask(Probe):
                 fields = {key: {"dataset": name, "document": key}}
                 items.append(WorkItem(key, (key,), (task, requests, encoding), fields))
             by_task.append(items)
-        return [item for turn in zip_longest(*by_task) for item in turn if item is not None]
+        return in_turn(by_task)
 
     def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         task, requests, encoding = item.payload

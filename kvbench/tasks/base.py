@@ -7,14 +7,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from math import gcd, lcm
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le
 
 from kvbench.errors import UserError
 from kvbench.errors.options import check_options
 from kvbench.prompts import PromptEncoder
+
+T = TypeVar("T")
 
 
 class TaskError(UserError, ValueError):
@@ -174,6 +177,13 @@ class Task(ABC):
     @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """The scores of a prediction by name; ``"score"`` is the primary one."""
+
+
+def in_turn(queues: Iterable[Iterable[T]]) -> list[T]:
+    """The first of every queue, then the second of every one that has so many, and so on."""
+    nothing = object()
+    turns = chain.from_iterable(zip_longest(*queues, fillvalue=nothing))
+    return [one for one in turns if one is not nothing]  # type: ignore[misc]
 
 
 def by_digest(ids: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from itertools import chain, zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 import regex
@@ -20,7 +19,15 @@ from annotated_types import Ge
 from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, NewTokens, Task, TaskError, by_digest, with_newlines
+from kvbench.tasks.base import (
+    Example,
+    NewTokens,
+    Task,
+    TaskError,
+    by_digest,
+    in_turn,
+    with_newlines,
+)
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
 from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row, as_text, template
@@ -204,8 +211,7 @@ class Jsonl(Task):
                 contexts.sort(key=lambda one: by_digest(prompt.id for prompt in one[1]))
             wanted = contexts[: self.per_dataset]
             queues.append([part._examples(prompts, encoder) for part, prompts in wanted])
-        turns = chain.from_iterable(zip_longest(*queues))
-        examples = [example for group in turns for example in group or ()]
+        examples = [example for group in in_turn(queues) for example in group]
         if not examples:
             raise TaskError("jsonl: the data hold no question")
         for example in examples:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, zip_longest
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge
@@ -18,7 +17,7 @@ from annotated_types import Ge
 from kvbench.errors import check_known
 from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, Task, TaskError
+from kvbench.tasks.base import Example, Task, TaskError, in_turn
 from kvbench.tasks.data import Source
 from kvbench.tasks.longbench_datasets import (
     CODE,
@@ -253,8 +252,7 @@ class LongBench(Task):
         for name, source in zip(names, self._sources.values(), strict=True):
             rows = rows_of(source, name)[: self.per_dataset]
             queues.append([self._example(encoder, name, row, shared_ids) for row in rows])
-        turns = chain.from_iterable(zip_longest(*queues))
-        return [example for example in turns if example is not None]
+        return in_turn(queues)
 
     def _example(
         self,

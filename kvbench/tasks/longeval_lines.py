@@ -16,7 +16,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -24,7 +23,7 @@ from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, Many, NewTokens, Repeats, Task, TaskError
+from kvbench.tasks.base import Example, Many, NewTokens, Repeats, Task, TaskError, in_turn
 from kvbench.tasks.data import file_digests, file_rows
 from kvbench.tasks.words import words_of
 
@@ -139,8 +138,7 @@ class LongEvalLines(Task):
                 [self._generate(num_lines, number) for number in range(self.num_examples)]
                 for num_lines in self.num_lines
             ]
-        turns = chain.from_iterable(zip_longest(*groups))
-        return [example for example in turns if example is not None]
+        return in_turn(groups)
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """1 if the last run of digits is the expected number."""
