@@ -36,7 +36,7 @@ class HarnessTask(Probe):
 
     name: ClassVar[str] = "lm_eval"
     score_unit: ClassVar[str] = "fraction"
-    repetition: ClassVar[str] = "document"
+    unit: ClassVar[str] = "document"
 
     tasks: Distinct[str] = ()
     num_fewshot: Annotated[int, Ge(0), Le(1000)] | None = None

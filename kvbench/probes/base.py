@@ -77,7 +77,7 @@ class Probe(Plan):
     """Figures that the report draws."""
     kind: ClassVar[TaskKind] = "scores"
     """Decides which tables a report has of the probe."""
-    repetition: ClassVar[str] = "example_id"
+    unit: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Probe(Plan):
             "measures": list(self.measures),
             "figures": as_json(self.figures),
             "kind": self.kind,
-            "unit": self.repetition,
+            "unit": self.unit,
         }
 
 

@@ -155,7 +155,7 @@ class FidelityProbe(Probe):
 
     name: ClassVar[str] = "fidelity"
     score_unit: ClassVar[str] = "KL in nats"
-    repetition: ClassVar[str] = "prompt"
+    unit: ClassVar[str] = "prompt"
     kind: ClassVar[TaskKind] = "fidelity"
     lower_is_better: ClassVar[bool] = True
 
