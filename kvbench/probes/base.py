@@ -78,7 +78,7 @@ class Probe(Plan):
     kind: ClassVar[TaskKind] = "scores"
     """Decides which tables a report has of the probe."""
     unit: ClassVar[str] = "example_id"
-    """Record field of the independent repetitions, which intervals resample."""
+    """Record field that names the independent unit of the data, which intervals resample."""
 
     def __post_init__(self) -> None:
         check_options(self, "task.", TaskError)
