@@ -22,25 +22,27 @@ from annotated_types import Ge, Lt
 
 from kvbench.catalogue import catalogue, options_of_model
 from kvbench.engine import model as engine_model
-from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.ask import Question, answer_each, read
-from kvbench.engine.context import are_messages, decoder, stop_strings, token_ids
+from kvbench.engine.ask import Question, answer_each
+from kvbench.engine.context import (
+    are_messages,
+    read_prompt,
+    stopping_of,
+    text_of,
+    token_ids,
+)
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model import (
     ModelSpec,
     end_token_ids,
     load_tokenizer,
-    repeating_encoder,
     resolve_device,
     resolve_dtype,
     stop_ids,
 )
-from kvbench.engine.processors import acting_options
-from kvbench.engine.row import prompt_name
 from kvbench.errors import nearest
-from kvbench.errors.options import Count, checked
+from kvbench.errors.options import checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method, option_names
 from kvbench.methods.base import Method
@@ -237,7 +239,6 @@ def compare(
     budgets = {share: _budget(share, sink, window, size, total_rate) for share in rates}
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
-    checked("max_new_tokens", max_new_tokens, Count, KVError)
     held_back = _held_back(compress_after)
     tokens = {name: _token_ids(tokenizer, text) for name, text in prompts.items()}
     if any(method.uses_budget for method in labelled.values()):
@@ -245,10 +246,7 @@ def compare(
             title = f"prompt {name!r}" if _are_several(prompt) else "the prompt"
             _say_if_whole(title, len(ids) - held_back, list(budgets.values()))
 
-    decode = decoder(tokenizer)
-    acting = acting_options(model.generation_config) if generation_config else {}
-    ends = end_token_ids(model, tokenizer)
-    stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decode, processors=acting)
+    stopping = stopping_of(model, tokenizer, max_new_tokens, stop, generation_config)
     pairs = [(share, label) for share in budgets for label in labelled]
     several_rates = len(budgets) > 1
     by_label = {
@@ -258,22 +256,21 @@ def compare(
     rows: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
-            reading = read(
+            reading = read_prompt(
                 model,
+                tokenizer,
                 ids,
                 by_label,
                 seed=seed,
-                name=prompt_name(ids),
                 held_back=held_back,
                 room=max_new_tokens,
-                encoder=repeating_encoder(tokenizer, ids, labelled.values()),
             )
             results = answer_each(model, reading, Question((), stopping), seed=seed)
             for (share, label), result in zip(pairs, results.values(), strict=True):
                 if result.failure is not None:
                     rows[name, share, label] = {"error": str(result.failure)}
                     continue
-                text, cost = stopping.cut(decode(result.tokens)), result.cost
+                text, cost = stopping.cut(text_of(tokenizer, result.tokens)), result.cost
                 rows[name, share, label] = {
                     "text": text,
                     "score": score(text, references[name]) if name in references else None,
@@ -329,10 +326,10 @@ def kept(
     ids = _token_ids(tokenizer, prompt)
     budget = _budget(rate, sink, window, size, total_rate)
     held_back = _held_back(compress_after)
-    encoder = repeating_encoder(tokenizer, ids, [built])
-    how: Any = {"seed": seed, "name": prompt_name(ids), "held_back": held_back, "encoder": encoder}
+    methods = {label: (built, budget)}
     with kvbench_attention_on(model):
-        (row,) = read(model, ids, {label: (built, budget)}, **how).rows
+        reading = read_prompt(model, tokenizer, ids, methods, seed=seed, held_back=held_back)
+    (row,) = reading.rows
     if row.failure is not None:
         raise row.failure
     return frame_of(row, [str(tokenizer.decode([token])) for token in ids])

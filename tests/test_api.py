@@ -106,6 +106,15 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_read(None), "the context has no token ids"),
     (_read({"role": "user", "content": "x"}), "the context has no token ids"),
     (_read("text"), "there is no tokenizer"),
+    (
+        _read([3, 9999, 4]),
+        r"the prompt has token id 9999; allowed: 0..\d+, the vocabulary of Llama",
+    ),
+    (_ask([-1]), r"the question has token id -1; allowed: 0..\d+, the vocabulary of Llama"),
+    (
+        lambda model: compare(model, tokenizer(), "the river was wide", ["exact"]),
+        r"the prompt has token id \d+; allowed: 0..96, the vocabulary of Llama",
+    ),
     (_read({"input_ids": [[1, 2], [3, 4]]}), "has 2 texts"),
     (_read(CONTEXT, "prompt"), "a context is compressed before its questions"),
     (_ask([]), "the question has no token ids"),

@@ -109,6 +109,10 @@ def test_exact_rolls_and_generates_as_hflm(folder):
     )
     plain = theirs.generate_until(asked, disable_tqdm=True)
     assert ours.generate_until(asked) == plain
+    alone = KVBenchLM(folder, device="cpu", batch_size=2, generation_config=False)
+    alone.model.generation_config.repetition_penalty = 1.3
+    assert alone.generate_until(asked) == plain, "the model's own logits"
+    assert alone.get_model_info()["kvbench_generation_config"] is False
     for lm in (ours, theirs):  # the model's own, and what a task asks for
         lm.model.generation_config.repetition_penalty = 1.3
     for asks in ({}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 2.0}):

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.engine.answer import Answer, Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.ask import Question, answer, copies_at_once, read
+from kvbench.engine.ask import Question, answer, copies_at_once, read, vocabulary
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live_cache import LiveCache
 from kvbench.engine.model import end_token_ids, repeating_encoder
+from kvbench.engine.prefill import Reading
 from kvbench.engine.processors import acting_options
 from kvbench.engine.row import Row, prompt_name
 from kvbench.engine.steps import Steps
@@ -87,13 +88,9 @@ class Context:
         # The tokens of the prompt, and of the questions and answers that were added.
         self._ids = token_ids(prompt, tokenizer, "the context")
         self._turns = 0
-        methods = {label: (method, budget)}
-        encoder = None
-        if tokenizer is not None:
-            encoder = repeating_encoder(tokenizer, self._ids, [method])
         with kvbench_attention_on(model):
-            name = prompt_name(self._ids)
-            start = read(model, self._ids, methods, seed=seed, name=name, encoder=encoder)
+            methods = {label: (method, budget)}
+            start = read_prompt(model, tokenizer, self._ids, methods, seed=seed)
         (row,) = start.rows
         if row.failure is not None:
             raise row.failure
@@ -200,26 +197,31 @@ class Context:
         return LiveCache(self.model, [row], [row.cost()], self.tokens)
 
     def _question_ids(self, question: Text) -> list[int]:
-        """The tokens that are fed for a question; in a chat with the template's around it."""
-        tokenizer = self.tokenizer
+        """The tokens that are fed for a question; in a chat with the template's around it.
+
+        Raises:
+            KVError: see `token_ids` and `check_ids`.
+        """
         if are_messages(question):
             raise KVError(
                 "the question is the messages of a chat; allowed: its text (read takes messages, and "
                 "each question is then the user's)"
             )
-        if self._closing is None or tokenizer is None:
-            return token_ids(question, tokenizer, "the question", special=False)
-        encoder = PromptEncoder(tokenizer, chat=True)
-        opening: list[int] = []
-        if self._turns:
-            opening = encoder.between_turns()
-            if self._ids[-1] == opening[0]:  # the answer has ended with it
-                opening = opening[1:]
-        if isinstance(question, str):
-            question = question + self._closing if question else ""
-            return opening + token_ids(question, tokenizer, "the question", special=False)
-        ids = token_ids(question, tokenizer, "the question", special=False)
-        return opening + ids + encoder.encode_after(".", self._closing)
+        before: list[int] = []
+        after: list[int] = []
+        if self._closing is not None and self.tokenizer is not None:
+            encoder = PromptEncoder(self.tokenizer, chat=True)
+            if self._turns:
+                before = encoder.between_turns()
+                if self._ids[-1] == before[0]:  # the answer has ended with it
+                    before = before[1:]
+            if isinstance(question, str):
+                question = question + self._closing if question else ""
+            else:
+                after = encoder.encode_after(".", self._closing)
+        ids = token_ids(question, self.tokenizer, "the question", special=False)
+        check_ids(self.model, ids, "the question")
+        return before + ids + after
 
     def _answers(
         self,
@@ -239,13 +241,7 @@ class Context:
                 raised, too.
         """
         model, tokenizer = self.model, self.tokenizer
-        checked("max_new_tokens", max_new_tokens, Count, KVError)
-        if stop and tokenizer is None:
-            raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        ends = end_token_ids(model, tokenizer)
-        decoding = None if tokenizer is None else decoder(tokenizer)
-        acting = acting_options(model.generation_config) if generation_config else {}
-        stopping = Stopping(max_new_tokens, ends, stop_strings(stop), decoding, processors=acting)
+        stopping = stopping_of(model, tokenizer, max_new_tokens, stop, generation_config)
         # What ended the answer before belongs to the conversation.
         said = self._said
         end = [] if said is None else said.chosen[len(said.tokens) :]
@@ -260,7 +256,9 @@ class Context:
         for row, one in zip(rows, given, strict=True):
             if one.failure is not None:
                 raise one.failure
-            text = one.tokens if decoding is None else stopping.cut(decoding(one.tokens))
+            text: Any = one.tokens
+            if tokenizer is not None:
+                text = stopping.cut(text_of(tokenizer, one.tokens))
             if not text and self._closing is None and getattr(tokenizer, "chat_template", None):
                 _say_empty(self._row.label)
             answers.append((text, row, one))
@@ -280,14 +278,73 @@ def held_after_prompt(cost: Cost) -> tuple[dict[str, float], int]:
     return cost.entries, cost.cache_bytes
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Make a function that turns token ids into text without special tokens."""
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+def read_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: Sequence[int],
+    methods: Mapping[str, tuple[Method, Budget]],
+    *,
+    seed: int,
+    name: str = "",
+    held_back: int = 0,
+    room: int = 0,
+) -> Reading:
+    """`read` of a prompt that is no task's example: its tokens name it unless there is a `name`, and the
+    model repeats it in the tokenizer's chat template (`repeating_encoder`).
+
+    Raises:
+        KVError: a token id that the model does not have.
+    """
+    check_ids(model, ids, "the prompt")
+    encoder = None
+    if tokenizer is not None:
+        encoder = repeating_encoder(tokenizer, ids, [method for method, _ in methods.values()])
+    return read(
+        model,
+        ids,
+        methods,
+        seed=seed,
+        name=name or prompt_name(ids),
+        held_back=held_back,
+        room=room,
+        encoder=encoder,
+    )
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop strings of an option that is one of them, or several; an empty one stops nothing."""
-    return tuple(one for one in ([stop] if isinstance(stop, str) else stop) if one)
+def check_ids(model: PreTrainedModel, ids: Sequence[int], what: str) -> None:
+    """Refuse token ids that the model does not have, as of another model's tokenizer."""
+    size = vocabulary(model)
+    unknown = next((token for token in ids if not 0 <= token < size), None)
+    if unknown is not None:
+        raise KVError(
+            f"{what} has token id {unknown}; allowed: 0..{size - 1}, the vocabulary of "
+            f"{type(model).__name__}"
+        )
+
+
+def stopping_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_new_tokens: int,
+    stop: str | Sequence[str],
+    generation_config: bool,
+) -> Stopping:
+    """When an answer ends, by the options of `compare` and `Context.ask`."""
+    checked("max_new_tokens", max_new_tokens, Count, KVError)
+    if stop and tokenizer is None:
+        raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
+    return Stopping(
+        max_new_tokens,
+        end_token_ids(model, tokenizer),
+        tuple(one for one in ([stop] if isinstance(stop, str) else stop) if one),
+        None if tokenizer is None else partial(text_of, tokenizer),
+        processors=acting_options(model.generation_config if generation_config else None),
+    )
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of an answer, without special tokens."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def token_ids(

@@ -34,10 +34,10 @@ top_p and the others of sampling are not among them: `kvbench.engine.answer.Samp
 
 
 def acting_options(
-    config: GenerationConfig, asked: Mapping[str, Any] | None = None
+    config: GenerationConfig | None, asked: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The options that change logits, as values of JSON: those of a generation config, and in their
-    place those among `asked`."""
+    """The options that change logits, as values of JSON: those of a generation config, if there is one,
+    and in their place those among `asked`."""
     found = {name: getattr(config, name, None) for name in NEUTRAL} | {
         name: value for name, value in (asked or {}).items() if name in NEUTRAL
     }

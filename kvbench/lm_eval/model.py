@@ -17,11 +17,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from kvbench.api import load_model
 from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.ask import Question, converse, read
-from kvbench.engine.model import end_token_ids, repeating_encoder
+from kvbench.engine.ask import Question, converse
+from kvbench.engine.context import read_prompt
+from kvbench.engine.model import end_token_ids
 from kvbench.engine.prefill import Reading
 from kvbench.engine.processors import acting_options
-from kvbench.engine.row import prompt_name
 from kvbench.errors import UserError, nearest
 from kvbench.errors.options import checked
 from kvbench.kv import Budget
@@ -57,6 +57,8 @@ class KVBenchLM(Requests):
             ``prompt`` compresses the whole prompt and takes the first token from the exact prefill, as
             in the papers, and has no likelihoods.
         batch_size: how many prompts generate together. At least 32 rows are scored together.
+        generation_config: whether the logits processors of the model's generation config act; those of a
+            task's generation kwargs do in any case.
         add_bos_token: see HFLM; None for the tokenizer's own setting.
         max_length: the most tokens of context and continuation; None for the model's positions.
 
@@ -79,6 +81,7 @@ class KVBenchLM(Requests):
         seed: int = 0,
         scoring: Scoring = "sum",
         compress_after: Protocol = "all_but_last",
+        generation_config: bool = True,
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -98,12 +101,14 @@ class KVBenchLM(Requests):
         for name, value, hint in (
             ("scoring", scoring, Scoring),
             ("compress_after", compress_after, Protocol),
+            ("generation_config", generation_config, bool),
             ("seed", seed, int),
         ):
             checked(f"model_args {name}", value, hint)
         self.options = method_options(method, method_args, dotted)
         self.scoring = scoring
         self.compress_after = compress_after
+        self.generation_config = generation_config
         self.method_name = method
         self.seed = seed
         self.method = build_method(method, **self.options)
@@ -222,18 +227,18 @@ class KVBenchLM(Requests):
             end_token_ids(self.model, self.tokenizer),
             tuple(stop for stop in options.get("until") or () if stop),
             decode=lambda tokens: str(self.tokenizer.decode(tokens)),
-            processors=acting_options(self.model.generation_config, options),
+            processors=acting_options(
+                self.model.generation_config if self.generation_config else None, options
+            ),
         )
-        encoder = repeating_encoder(self.tokenizer, ids, [self.method])
-        reading = read(
+        reading = read_prompt(
             self.model,
+            self.tokenizer,
             ids,
             self.methods,
             seed=self.seed,
-            name=prompt_name(ids),
             held_back=int(self.compress_after == "all_but_last"),
             room=max_new_tokens,
-            encoder=encoder,
         )
         return reading, [[Question((), stopping)]]
 
@@ -248,6 +253,7 @@ class KVBenchLM(Requests):
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
             "kvbench_compress_after": self.compress_after,
+            "kvbench_generation_config": self.generation_config,
             "kvbench_requests": len(self.records),
             "kvbench_compressed_share": fmean(compressed) if compressed else None,
             "kvbench_kept_ratio": fmean(kept) if kept else None,

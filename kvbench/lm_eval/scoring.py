@@ -14,9 +14,10 @@ from typing import Any, Literal
 import lm_eval.models  # noqa: F401 - registers its models, which it does only before any other
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.engine.ask import read, score
+from kvbench.engine.ask import score
+from kvbench.engine.context import read_prompt
 from kvbench.engine.cost import Cost
-from kvbench.engine.model import Model, Tokenizer, repeating_encoder
+from kvbench.engine.model import Model, Tokenizer
 from kvbench.engine.row import prompt_name
 from kvbench.errors import UserError
 from kvbench.lm_eval.released_masks import imagined_cost, is_mask, masked_scores
@@ -137,20 +138,19 @@ def answer_requests(
         label: (method, budget) for label, (method, budget) in methods.items() if is_mask(method)
     }
     with_caches = {label: pair for label, pair in methods.items() if label not in masks}
-    plain = [method for method, _ in with_caches.values()]
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
         continuations = [cut[number][1] for number in members]
         room = max(map(len, continuations))
-        reading = read(
+        reading = read_prompt(
             model,
+            tokenizer,
             context,
             with_caches,
             seed=seed,
             name=prompt_name(context[:-1] or context),
             held_back=1,
             room=room,
-            encoder=repeating_encoder(tokenizer, context, plain),
         )
         # Costs are those of the context, so they are taken before continuations are fed.
         costs = {row.label: row.cost() for row in reading.rows}
