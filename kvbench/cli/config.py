@@ -153,6 +153,11 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     return result
 
 
+def values_of(words: Sequence[str]) -> dict[str, str]:
+    """By key the values of words such as ``limit=2``; of a word without ``=`` it is empty."""
+    return dict(word.partition("=")[::2] for word in words)
+
+
 def _now() -> str:
     """The name of the folder to which ``rerun=true`` moves records."""
     return f"{datetime.now(UTC):{WHEN}}"
@@ -181,8 +186,11 @@ def _range(key: str, arguments: str) -> list[str]:
 
 def _refuse_two_budgets(overrides: Sequence[str]) -> None:
     """Refuse a budget that is typed twice. `Budget` cannot see it where one value is the default."""
-    pairs = [text.partition("=")[::2] for text in overrides]
-    typed = {key: value for key, value in pairs if key in BUDGETS and value != "null"}
+    typed = {
+        key: value
+        for key, value in values_of(overrides).items()
+        if key in BUDGETS and value != "null"
+    }
     if len(typed) > 1:
         named = " and ".join(f"{key} is {value}" for key, value in typed.items())
         raise UserError(f"{named}; allowed: one of rate, total_rate and size")
@@ -283,7 +291,7 @@ def jobs_of(
 
 
 def run_composed(hydra: Hydra, config: DictConfig, function: Callable[[DictConfig], None]) -> None:
-    """What Hydra's own `run` does, with a config that is composed already."""
+    """Call `function` as Hydra's own `run` does, with a config that is composed already."""
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name="config")
     context = HydraContext(hydra.config_loader, callbacks)

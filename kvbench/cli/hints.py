@@ -1,4 +1,4 @@
-"""What a word that is no choice, and a key that is none, may have meant."""
+"""Guesses at the meaning of a word that is no choice and of a key that does not exist."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from kvbench.cli.construct import methods_of
 from kvbench.cli.results import print_scores
 from kvbench.errors import FAILED, USAGE, UserError, complain, presentable
 from kvbench.errors.options import Count, checked
-from kvbench.records import durable
+from kvbench.records.store import replace_file
 from kvbench.run.termination import terminable
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def work(outcome: str, order: str) -> None:
     jobs = Jobs(argv)
     with terminable(), hydra_of_conf() as hydra:
         hydra.run("config", jobs, overrides)
-    durable.replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
+    replace_file(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
 
 
 def _watch() -> None:

@@ -35,6 +35,7 @@ from kvbench.cli.config import (
     job_config,
     jobs_of,
     missing_files_shown,
+    values_of,
 )
 from kvbench.cli.items import item_called, listed
 from kvbench.cli.jobs import Jobs, report_error
@@ -180,7 +181,7 @@ def score_folder(arguments: Sequence[str]) -> int:
     task=jsonl (kvbench show task=jsonl) or a function, my.module.function. The
     records stay; the scores go to <folder>/scores/<metric>.csv.
     """
-    values = dict(word.partition("=")[::2] for word in arguments)
+    values = values_of(arguments)
     metric = values.pop("metric", "")
     if len(values) != 1 or any(values.values()) or not metric:
         raise UserError(
@@ -257,7 +258,7 @@ def _overrides_of(options: argparse.Namespace) -> list[str]:
     """The overrides for Hydra: `expanded`, and those that the options stand for. A sweep over tasks or
     models gets one experiment name, so that all of its jobs are on one page."""
     overrides = expanded(options.overrides)
-    values = dict(text.partition("=")[::2] for text in overrides)
+    values = values_of(overrides)
     several = re.compile(r"[^\[{'\"(]*[,(]")  # a,b or range(2), no list or quoted text
     swept = {key for key in ("task", "model") if several.match(values.get(key, ""))}
     if swept and not {"experiment", "experiment_name"} & set(values):
@@ -311,10 +312,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_intermixed_args(list(arguments))
     # Several tasks or models are a sweep with and without -m.
-    pairs = (text.partition("=")[::2] for text in options.overrides)
-    options.multirun |= any(
-        key in ("task", "model") and SEVERAL.fullmatch(value) is not None for key, value in pairs
-    )
+    values = values_of(options.overrides)
+    options.multirun |= any(SEVERAL.fullmatch(values.get(key, "")) for key in ("task", "model"))
     return options
 
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kvbench.catalogue import catalogue, config_dir
-from kvbench.cli.config import composed, explaining, hydra_of_conf
+from kvbench.cli.config import composed, explaining, hydra_of_conf, values_of
 from kvbench.cli.items import PaperItem, item_called, paper_items
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, check_known, needs_extra
@@ -70,7 +70,7 @@ def _reproduce_all(overrides: Sequence[str], run: Callable[[Sequence[str]], int]
         except Exception as error:  # noqa: BLE001 - the next item is tried all the same
             statuses.append(report_error(error)[1])
     if not dry:
-        results = Path(_values_of(overrides).get("results_dir", "runs")).expanduser()
+        results = Path(values_of(overrides).get("results_dir", "runs")).expanduser()
         pages = sorted(results.glob("*/report.html"))
         print(f"page: {write_index([page.parent for page in pages])}")
     return max(statuses)
@@ -109,7 +109,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         item = PaperItem(experiment=name)
     if item.no_data:
         raise UserError(f"{name} has no experiment: {item.no_data}")
-    values = _values_of(overrides)
+    values = values_of(overrides)
     small = values.get("model") in SMALL_MODELS
     invented = any(part in item.small for part in INVENTED)
     sentence = f"small='{_small_sentence(item, values, invented)}'"
@@ -132,7 +132,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         if "per_dataset" in config.task:
             typed = [re.sub("^limit=", "task.per_dataset=", word) for word in typed]
     smaller = shlex.split(item.small.replace(FIXTURES, _fixtures())) if small else []
-    typed_keys = _values_of(typed).keys()
+    typed_keys = values_of(typed).keys()
     for number, line in enumerate(item.runs):
         if line.startswith("experiment="):
             yield from command_lines(line.removeprefix("experiment="), overrides)
@@ -144,10 +144,6 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
             words = [re.sub("^task_label=", "task_label=fixture_", word) for word in words]
         settings = {word.partition("=")[0]: word for word in (*words, *smaller)}
         yield [*first, *(word for key, word in settings.items() if key not in typed_keys), *typed]
-
-
-def _values_of(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(word.partition("=")[::2] for word in overrides)
 
 
 def _config_of(item: PaperItem, name: str) -> Any:

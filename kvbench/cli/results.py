@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from kvbench.errors import UserError, complain, printable
-from kvbench.records import durable
 from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.log import write_log
-from kvbench.records.read import disk_errors
-from kvbench.records.store import safe_name
+from kvbench.records.schema import disk_errors
+from kvbench.records.store import replace_file, safe_name
 
 if TYPE_CHECKING:
     from kvbench.report.experiment import Experiment
@@ -106,7 +105,7 @@ def score_by(folder: Path, metric: str) -> int:
     path = folder / "scores" / f"{safe_name(metric)}.csv"
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
-        durable.replace(path, pd.concat(rows).to_csv(index=False).encode())
+        replace_file(path, pd.concat(rows).to_csv(index=False).encode())
     print(printable(f"scores: {path}"))
     return 0
 

@@ -103,7 +103,7 @@ def fitted(hint: Any, value: Any) -> Any:
 
 
 def allowed(hint: Any, value: Any) -> str:
-    """What a hint allows in place of the value, in pydantic's words; empty if it allows the value."""
+    """The values that a hint allows in place of this one, in pydantic's words; empty if it allows it."""
     try:
         fitted(hint, value)
     except ValidationError as error:

@@ -137,7 +137,7 @@ def _settings(manifest: Manifest) -> Any:
 
 
 def _key(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """Of runs with the same model, task, method and settings, the last one counts."""
+    """Model, task, method and settings: of the runs that have them in common the last one counts."""
     model = _model(folder, manifest)
     return model, folder.parts[-2], manifest.get("method"), _settings(manifest)
 
@@ -149,8 +149,8 @@ def _model(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
 
 
 def _classes(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """What decides which files a run's code has; one of kvbench is among them only while it is
-    edited."""
+    """The classes that decide which files a run's code has. A file of kvbench is among them only while
+    it is edited."""
     identity = manifest.get("identity") or {}
     texts = {*_texts(identity.get("method")), *_texts(identity.get("task"))}
     return folder.parts[-2], manifest.get("method"), *sorted(texts)

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.records.durable import append
-from kvbench.records.read import disk_errors
+from kvbench.records.schema import disk_errors
+from kvbench.records.store import append_to_file
 
 LOG = "log.jsonl"
 PHASES = ("load", "prefill", "compress", "decode", "score", "report")
@@ -25,7 +25,7 @@ def write_log(experiment_folder: Path, **event: Any) -> None:
     path = experiment_folder / LOG
     with disk_errors(path):
         path.touch()
-        append(path, json.dumps(line).encode() + b"\n")
+        append_to_file(path, json.dumps(line).encode() + b"\n")
 
 
 def seconds_by_phase(experiment_folder: Path) -> str:

@@ -16,18 +16,21 @@ whose status is ok counts; if none is ok, the last. Files are read in the order 
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.records import schema
-from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS, StoreError, parsed
+from kvbench.records.schema import (
+    COMMON_FIELDS,
+    NUMBER_FIELDS,
+    StoreError,
+    disk_errors,
+    parsed,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -148,18 +151,3 @@ def complete_lines(path: Path) -> tuple[list[bytes], int]:
     except (ValueError, RecursionError):
         lines.pop()
     return lines, sum(len(line) + 1 for line in lines)
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` about the file or folder `path` into a `StoreError` of one line."""
-    try:
-        yield
-    except OSError as error:
-        line = f"cannot use {path}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            line = (
-                f"no space left to write {path}; its earlier records are intact: free some and run the "
-                "same command again"
-            )
-        raise StoreError(line) from error

@@ -6,6 +6,10 @@ Keys that are not named here may hold any JSON value.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
 from annotated_types import Ge, Le
@@ -130,6 +134,21 @@ class StoreError(UserError, RuntimeError):
     """A results folder that cannot be read or written."""
 
     status = FAILED
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` about the file or folder `path` into a `StoreError` of one line."""
+    try:
+        yield
+    except OSError as error:
+        line = f"cannot use {path}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = (
+                f"no space left to write {path}; its earlier records are intact: free some and run the "
+                "same command again"
+            )
+        raise StoreError(line) from error
 
 
 RECORD: TypeAdapter[Any] = TypeAdapter(Record)

@@ -46,8 +46,8 @@ class Shard:
         """``<i>of<k>``, which the name of this shard's records file ends with."""
         return f"{self.index}of{self.count}"
 
-    def select(self, units: Sequence[T]) -> list[T]:
-        """This shard's part of `units`, in their order: every k-th of a shuffle, since units that come
+    def select(self, items: Sequence[T]) -> list[T]:
+        """This shard's part of `items`, in their order: every k-th of a shuffle, since items that come
         in a cycle, e.g. of prompt lengths, could otherwise give all the long prompts to one shard."""
-        shuffled = random.Random(0).sample(range(len(units)), len(units))
-        return [units[number] for number in sorted(shuffled[self.index - 1 :: self.count])]
+        shuffled = random.Random(0).sample(range(len(items)), len(items))
+        return [items[number] for number in sorted(shuffled[self.index - 1 :: self.count])]

@@ -7,6 +7,7 @@
   it is removed when the folder is next opened for writing;
 - an error while writing, e.g. no space left, removes what was written of that record; earlier ones stay;
 - two processes never write one file at once;
+- a file that is replaced (`replace_file`) is as it was, or all of it is new;
 - NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing;
 - a key or password of the environment that occurs in a prompt or an answer is replaced.
 """
@@ -20,24 +21,22 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from kvbench.errors import without_keys
-from kvbench.records.durable import append, replace
 from kvbench.records.read import (
     EXAMPLES,
     MANIFEST,
     complete_lines,
-    disk_errors,
     read_manifest,
     read_records,
     record_files,
 )
-from kvbench.records.schema import FORMAT, RECORD, StoreError, parsed
+from kvbench.records.schema import FORMAT, RECORD, StoreError, disk_errors, parsed
 
 START_KEYS = ("started", "command", "shard", "code_revision", "versions", "hardware")
 """The manifest keys that differ from one start of a run to another, kept of every start."""
@@ -92,7 +91,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
             starts = previous.get("earlier_starts", [])
             starts.append({key: previous.get(key) for key in START_KEYS})
         content = {"format": FORMAT, "earlier_starts": starts, **manifest}
-        replace(path, f"{json.dumps(jsonable(content, 'manifest'), indent=2)}\n".encode())
+        replace_file(path, f"{json.dumps(jsonable(content, 'manifest'), indent=2)}\n".encode())
     return path
 
 
@@ -101,7 +100,7 @@ def write_examples(folder: Path, example_ids: Collection[str]) -> Path:
     path = folder / EXAMPLES
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
-        replace(path, f"{json.dumps(sorted(example_ids))}\n".encode())
+        replace_file(path, f"{json.dumps(sorted(example_ids))}\n".encode())
     return path
 
 
@@ -189,9 +188,9 @@ class RecordStore:
                 rest[path] = [line for line in lines if not is_chosen(line)]
             with disk_errors(place):
                 # In this order: what is interrupted between them is in both places, never in none.
-                replace(moved, b"".join(line + b"\n" for line in away))
+                replace_file(moved, b"".join(line + b"\n" for line in away))
                 for path, lines in rest.items():
-                    replace(path, b"".join(line + b"\n" for line in lines))
+                    replace_file(path, b"".join(line + b"\n" for line in lines))
         self._statuses = {row["example_id"]: row["status"] for row in read_records(self.folder)}
         return len(away)
 
@@ -229,9 +228,39 @@ class RecordStore:
         if self._statuses.get(example_id) == "ok":
             return False
         with disk_errors(self.path):
-            append(self.path, line)
+            append_to_file(self.path, line)
         self._statuses[example_id] = record["status"]
         return True
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `path` in one step: the content goes to a temporary file, which is renamed to `path`."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:  # on a full disk, half a file would take the space that records need
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_to_file(path: Path, data: bytes) -> None:
+    """Add `data` to a file that is there, and wait until it is on disk. If anything interrupts the
+    write, Ctrl-C too, the file is cut back to what it was."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    size = os.fstat(file).st_size
+    is_whole = False
+    try:
+        unwritten = data
+        while unwritten:
+            unwritten = unwritten[os.write(file, unwritten) :]
+        os.fsync(file)
+        is_whole = True
+    finally:
+        if not is_whole:
+            with suppress(OSError):
+                os.ftruncate(file, size)
+        os.close(file)
 
 
 def jsonable(value: Any, where: str) -> Any:

@@ -22,8 +22,8 @@ from rich.measure import Measurement
 from rich.padding import Padding
 
 from kvbench.errors import printable, printable_lines
-from kvbench.records import durable
 from kvbench.records.read import StoreError
+from kvbench.records.store import replace_file
 from kvbench.report.table import Cell, Column, Table, footer
 
 PAGE_MARK = " · kvbench</title>"
@@ -65,7 +65,7 @@ def write_text(path: Path, text: str, mark: str = "") -> Path:
     """
     if mark and path.exists() and mark.encode() not in path.read_bytes():
         raise StoreError(f"{path} is not kvbench's and stays as it is; allowed: move or rename it")
-    durable.replace(path, text.encode("utf-8", errors="replace"))
+    replace_file(path, text.encode("utf-8", errors="replace"))
     return path
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.records.durable import replace
+from kvbench.records.store import replace_file
 from kvbench.report.wandb import OVERVIEW, log_runs
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = build_wandb_report(experiment, options.project, options.entity)
             (folder / "wandb").mkdir(parents=True, exist_ok=True)
             text = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
-            replace(folder / "wandb" / "report.json", text.encode())
+            replace_file(folder / "wandb" / "report.json", text.encode())
             print(f"{folder / 'wandb' / 'report.json'}: built")
             if options.send:
                 where = {"project": options.project, "entity": options.entity or None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,13 +18,9 @@ from kvbench.records.aside import Aside, aside_of
 from kvbench.records.read import COMMON_FIELDS
 from kvbench.records.schema import FORMAT
 from kvbench.records.shards import Shard
-from kvbench.records.store import (
-    config_hash,
-    run_folder,
-    safe_name,
-)
+from kvbench.records.store import config_hash, run_folder, safe_name
 from kvbench.run.identity import settings_alone, without_defaults
-from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, WorkItem
+from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Work, WorkItem
 from kvbench.run.session import Session
 from kvbench.run.source import source_of
 
@@ -218,6 +214,20 @@ class Job:
             )
             for label, names in self.names.items()
         }
+
+    def work_left(self, done: Mapping[str, Set[str]]) -> list[Work]:
+        """The items that lack records, each with the methods for which they do. `done` has by label the
+        example ids of the records that count."""
+        work: list[Work] = []
+        for item in self.items:
+            methods = {  # sorted: in whatever order methods are typed, they run in the same
+                label: self.methods[label]
+                for label in sorted(self.methods)
+                if not done.get(label, set()) >= set(item.record_ids)
+            }
+            if methods:
+                work.append((item, methods))
+        return work
 
     def _settings_of_job(self) -> dict[str, Any]:
         """The settings that change the scores of all methods, as the hash and the manifest have them."""

@@ -89,6 +89,10 @@ class WorkItem:
     examples: tuple[EncodedExample, ...] = ()
 
 
+Work = tuple[WorkItem, Methods]
+"""An item, and the methods that it is still to be run with."""
+
+
 class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
@@ -103,7 +107,7 @@ class Plan(ABC):
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a report must know of the task (`kvbench.records.schema.TaskMeta`), and: version;
+        """The facts of the task that a report needs (`kvbench.records.schema.TaskMeta`), and: version;
         data, the digests of the files that the examples come from; and subject, what the numbers are
         about where that is not the model."""
 
@@ -116,14 +120,8 @@ class Plan(ABC):
     def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """Run an item. Yields the fields of one record for each method and record id."""
 
-    def run_batch(
-        self, work: Sequence[tuple[WorkItem, Methods]], session: Session
-    ) -> Sequence[Sequence[Fields]]:
-        """Run several items together, each with the methods that it is still to be run with.
-
-        Returns:
-            the records of each item.
-        """
+    def run_batch(self, work: Sequence[Work], session: Session) -> Sequence[Sequence[Fields]]:
+        """Run several items together; returns the records of each."""
         return [list(self.run(item, methods, session)) for item, methods in work]
 
 
@@ -267,9 +265,7 @@ class TaskPlan(Plan):
         """Generate with every method from one prefill, and score."""
         yield from self.run_batch([(item, methods)], session)[0]
 
-    def run_batch(
-        self, work: Sequence[tuple[WorkItem, Methods]], session: Session
-    ) -> list[list[Fields]]:
+    def run_batch(self, work: Sequence[Work], session: Session) -> list[list[Fields]]:
         """Prefill the prompts of several items, decode their answers together, and score them."""
         _warm_up(*work[0], session)
         talks, kept = [], list[dict[str, Any]]()
@@ -344,7 +340,7 @@ class TaskPlan(Plan):
 
 
 def _text(tokens: Sequence[int], example: Example, session: Session) -> tuple[str | None, str]:
-    """What a model thought (None for one that does not), and the text of its answer."""
+    """The thought in an answer (None for a model that does not think), and the text after it."""
     thought, text = None, session.encoder.decode(tokens)
     if session.encoder.thought is not None:
         thought, text = session.encoder.thought.split(text)
@@ -409,7 +405,8 @@ def with_extras_checked(label: str, result: Answer, others: Collection[str]) -> 
 
 
 def _conversations(item: WorkItem, session: Session) -> list[list[Question]]:
-    """What is asked about the prompt of an item, in the order of its records."""
+    """The questions about the prompt of an item, in the order of its records; those of one conversation
+    follow on from each other."""
 
     def question(encoded: EncodedExample, sample: int) -> Question:
         ids = encoded.question_ids if session.compress_after == "context" else ()

@@ -44,12 +44,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
         & record_ids(job.items)
         for label, folder in (job.folders if is_here else {}).items()
     }
-    waiting = [
-        item
-        for item in job.items
-        if any(not on_disk.get(label, set()).issuperset(item.record_ids) for label in job.methods)
-    ]
-    examples = f"{len(job.items)} examples, {len(waiting)} of them to run"
+    examples = f"{len(job.items)} examples, {len(job.work_left(on_disk))} of them to run"
     if job.shard is not None:
         examples += f" (shard {job.shard} of {len(job.within_limit)})"
     answers = len(record_ids(job.items))

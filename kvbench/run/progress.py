@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
 from typing import Any
@@ -50,12 +50,16 @@ class Progress:
         self._most_new_tokens = 0
         show(self, True)
 
-    def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
-        """Note the items that lack records, each with its methods, of `total` items in all."""
+    def begin(
+        self, work: Sequence[tuple[Any, Any]], total: int, labels: Iterable[str] = ()
+    ) -> None:
+        """Note the items that lack records, each with its methods, of `total` items in all, and the
+        labels of the job's methods, in the order in which a line shows their scores."""
         self.total = total
         self.done = self._on_disk = total - len(work)
         examples = [encoded.example for item, _ in work for encoded in item.examples]
         self._most_new_tokens = max((example.max_new_tokens for example in examples), default=0)
+        self._scores = {label: [] for label in labels}
         self._began = time.monotonic()
         self.doing = f"{self.done} of {total} on disk"
         self._show(self, self.done > 0)
@@ -85,10 +89,9 @@ class Progress:
             parts.insert(0, f"{self.done}/{self.total}")
         if self.left is not None:
             parts.append(f"about {self.left:.0f} s left")
-        shown = list(self._scores.items())[:MOST_MEANS]
-        means = [f"{method} {fmean(scores):.2f}" for method, scores in shown]
-        if more := len(self._scores) - len(shown):
-            means.append(f"and {more} more")
+        means = [f"{label} {fmean(scores):.2f}" for label, scores in self._scores.items() if scores]
+        if len(means) > MOST_MEANS:
+            means[MOST_MEANS:] = [f"and {len(means) - MOST_MEANS} more"]
         return ", ".join(parts) + ("; " if means else "") + "  ".join(means)
 
     @contextmanager

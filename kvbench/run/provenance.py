@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ import torch
 
 import kvbench
 from kvbench.errors import redact
+from kvbench.run.source import git
 
 LIBRARIES = (
     "torch",
@@ -46,15 +46,10 @@ def versions() -> dict[str, str]:
 def code_revision() -> str:
     """The git commit of the checkout that the package runs from, followed by ``+dirty`` if its code has
     uncommitted changes or untracked files; ``unknown`` outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
-    status = [*git, "status", "--porcelain", "--", ".", "../conf"]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        dirty = subprocess.run(status, **options).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".", "../conf")
+    if commit is None or changes is None:
         return "unknown"
-    return commit + ("+dirty" if dirty else "")
+    return commit.decode().strip() + ("+dirty" if changes.strip() else "")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -34,15 +34,11 @@ from kvbench.records.aside import lines_of
 from kvbench.records.read import MANIFEST, read_manifest, recorded
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
-from kvbench.run.plan import Fields, Methods, Plan, WorkItem, status_of
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, status_of
 from kvbench.run.progress import Progress, decoder_layers
-from kvbench.run.session import Session
 from kvbench.run.source import changed_since, has_no_commit, unsaved
 
 log = logging.getLogger(__name__)
-
-Work = tuple[WorkItem, Methods]
-"""An item, and the methods that it is still to be run with."""
 
 RETRIED_ALONE = ("oom", "timeout")
 """Statuses of failures that other methods or items of a group may have caused. What fails in this way is
@@ -115,15 +111,14 @@ class GroupSize:
 
 
 class Runner:
-    """Runs the items of a plan in groups (`GroupSize`)."""
+    """Runs the items of a job in groups (`GroupSize`)."""
 
-    def __init__(self, plan: Plan, session: Session, batch_size: int | str) -> None:
-        self.plan = plan
-        self.session = session
-        self.size = GroupSize(batch_size, session.device)
-        self.seconds = session.example_timeout
-        if self.seconds is not None and plan.meta().get("subject") is not None:
-            self.seconds = None  # the numbers are not about a model, whose passes could be timed
+    def __init__(self, job: Job) -> None:
+        self.plan = job.plan
+        self.session = job.session
+        self.size = GroupSize(job.batch_size, job.session.device)
+        # Where no model runs, there are no passes that could be timed.
+        self.seconds = job.session.example_timeout if job.is_about_the_model else None
 
     def run(self, work: Sequence[Work]) -> Iterator[Sequence[Fields]]:
         """Run all items. Yields the records of each item, failures included, as soon as they are final;
@@ -151,7 +146,7 @@ class Runner:
         again: list[Work] = []
         for (item, methods), records in zip(group, by_item, strict=True):
             lost = [] if failure is None else _missing(item, methods, failure, records, len(group))
-            suspects = {record["method"] for record in records if _ran_out(record)}
+            suspects = {r["method"] for r in records if r.get("status") in RETRIED_ALONE}
             suspects |= {record["method"] for record in lost}
             out_of_memory |= any(record.get("status") == "oom" for record in records)
             if suspects and goes_on and len(group) > 1:
@@ -262,10 +257,6 @@ def _missing(
     ]
 
 
-def _ran_out(record: Fields) -> bool:
-    return record.get("status") in RETRIED_ALONE
-
-
 def _in_order(methods: Methods, records: Collection[Fields]) -> list[Fields]:
     order = list(methods)
     return sorted(records, key=lambda record: order.index(record["method"]))
@@ -309,14 +300,18 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     written = 0
     with ExitStack() as stack:
         stores = _open_stores(job, stack)
-        work = _work_left(job, stores)
+        done = {
+            label: store.done - (store.failed if job.retry_failed else set())
+            for label, store in stores.items()
+        }
+        work = job.work_left(done)
         progress = Progress() if progress is None else progress
-        progress.begin(work, len(job.items))
+        progress.begin(work, len(job.items), job.methods)
         if work and work[0][0].examples:  # not for probes, since some measure seconds
             stack.enter_context(progress.watching(job.session.model))
         begun = time.monotonic()
         seconds["load"] = begun - since
-        for of_item in Runner(job.plan, job.session, job.batch_size).run(work):
+        for of_item in Runner(job).run(work):
             for fields in of_item:
                 record, label = job.record(fields), fields["method"]
                 written += stores[label].append(record)
@@ -410,22 +405,3 @@ def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:
         write_examples(folder, record_ids(job.within_limit))
         write_manifest(folder, job.manifest(label))
     return stores
-
-
-def _work_left(job: Job, stores: Mapping[str, RecordStore]) -> list[Work]:
-    """The items of the job that lack records, or have failed ones that are to be run again, each with
-    the methods for which they do."""
-    done = {
-        label: store.done - (store.failed if job.retry_failed else set())
-        for label, store in stores.items()
-    }
-    work: list[Work] = []
-    for item in job.items:
-        methods = {
-            label: job.methods[label]
-            for label in stores
-            if not done[label].issuperset(item.record_ids)
-        }
-        if methods:
-            work.append((item, methods))
-    return work

@@ -209,8 +209,8 @@ def digest_of(content: bytes, suffix: str = ".py") -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _git(*words: str) -> bytes | None:
-    """What git prints about kvbench's folder; None where it fails."""
+def git(*words: str) -> bytes | None:
+    """The output of git in kvbench's folder; None where it fails."""
     command = ["git", "-C", str(PACKAGE), *words]
     try:
         return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
@@ -220,7 +220,7 @@ def _git(*words: str) -> bytes | None:
 
 def _names(*words: str) -> list[str] | None:
     """The names of files, each ended by NUL, that git prints."""
-    output = _git(*words, "-z", "--", ".")
+    output = git(*words, "-z", "--", ".")
     return None if output is None else output.decode(errors="replace").split("\0")[:-1]
 
 
@@ -237,7 +237,7 @@ def _unmodified() -> frozenset[Path]:
 
 def _has_other_code(name: str) -> bool:
     """Whether a changed file differs from the commit's in more than comments and blank lines."""
-    committed, file = _git("show", f"HEAD:./{name}"), PACKAGE / name
+    committed, file = git("show", f"HEAD:./{name}"), PACKAGE / name
     if committed is None or not file.is_file():
         return True
     return digest_of(committed, file.suffix) != digest_of(file.read_bytes(), file.suffix)

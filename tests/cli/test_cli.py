@@ -222,7 +222,7 @@ def test_a_finished_command_loads_no_weights_and_prints_its_tables(
     assert "seconds: load " in capsys.readouterr().out
 
 
-def test_the_time_left_is_that_of_the_units_so_far(monkeypatch: Any) -> None:
+def test_the_time_left_is_that_of_the_items_so_far(monkeypatch: Any) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     watched = Progress()
@@ -232,9 +232,10 @@ def test_the_time_left_is_that_of_the_units_so_far(monkeypatch: Any) -> None:
         now += 2
         watched.item_done()
         assert watched.left == left
+    watched.begin([], total=10, labels="gabcdef")
     for method in "abcdefg":
         watched.add(method, 0.5)
-    assert str(watched).endswith("; a 0.50  b 0.50  c 0.50  d 0.50  e 0.50  and 2 more")
+    assert str(watched).endswith("; g 0.50  a 0.50  b 0.50  c 0.50  d 0.50  and 2 more")
 
 
 def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ from support.jobs import make_job, records_of
 from support.stores import fill, make_record
 
 from kvbench.methods import build_method
-from kvbench.records import durable
+from kvbench.records import store as storing
 from kvbench.records.read import StoreError, load_runs, read_records
 from kvbench.records.schema import FORMAT
 from kvbench.records.store import RecordStore, write_manifest
@@ -78,7 +78,7 @@ def test_what_stops_a_write_leaves_no_half_line(
     before = (tmp_path / "records.jsonl").read_bytes()
     with RecordStore(tmp_path) as records:
         with monkeypatch.context() as patch:
-            patch.setattr(durable.os, function, failing)
+            patch.setattr(storing.os, function, failing)
             with pytest.raises((KeyboardInterrupt, StoreError)) as error:
                 records.append(make_record("b"))
         if isinstance(failure, OSError):

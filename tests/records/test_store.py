@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.stores import fill, make_record
 
-from kvbench.records import durable
+from kvbench.records import store as storing
 from kvbench.records.read import (
     COMMON_FIELDS,
     StoreError,
@@ -182,7 +182,7 @@ def test_a_manifest_is_replaced_whole_and_remembers_its_starts(
     assert [start["started"] for start in starts] == ["1", "2"]
     before = path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "replace", no_space_left)
+        patch.setattr(storing.os, "replace", no_space_left)
         with pytest.raises(StoreError, match=r"no space left to write .*manifest"):
             write_manifest(tmp_path, {"a": 4})
     assert path.read_bytes() == before
@@ -243,7 +243,7 @@ def test_a_second_writer_waits_or_is_refused(tmp_path: Path) -> None:
 def test_a_temporary_file_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     (tmp_path / ".manifest.json.new").write_bytes(b"half of")
-    durable.replace(path, b"all of it")
+    storing.replace_file(path, b"all of it")
     assert path.read_bytes() == b"all of it"
     other = tmp_path / "other"
     other.touch()

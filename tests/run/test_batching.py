@@ -138,7 +138,7 @@ class Counting(Plan):
         return [[{"method": "m", "example_id": item.id, "status": "ok"}] for item, _ in work]
 
 
-def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
+def test_an_item_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
     class Tight(Counting):
         def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
             answers = super().run_batch(work, session)
@@ -148,13 +148,13 @@ def test_a_unit_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Pa
 
     plan = Tight()
     work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]
-    runner = Runner(plan, make_job(tmp_path).session, 4)
+    runner = Runner(make_job(tmp_path, plan=plan, batch_size=4))
     ids = [records[0]["example_id"] for records in runner.run(work)]
     assert plan.groups == [4, 1, 2, 2]
     assert ids == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
 
 
-def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
+def test_an_item_has_the_time_of_one_answer_unless_it_has_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float | None] = []
@@ -164,8 +164,7 @@ def test_a_unit_has_the_time_of_one_answer_unless_it_has_more(
         return nullcontext()
 
     monkeypatch.setattr(running, "time_limit", limited)
-    session = with_session(make_job(tmp_path), example_timeout=5.0).session
-    runner = Runner(Counting(), session, 1)
+    runner = Runner(with_session(make_job(tmp_path, plan=Counting()), example_timeout=5.0))
     items = (WorkItem("a", ("a",), None), WorkItem("b", ("b",), None, answers=3))
     work: Any = [(item, {"m": None}) for item in items]
     list(runner.run(work))
@@ -190,7 +189,7 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     per_item: int | None,
     groups: list[int],
 ) -> None:
-    plan, session = Counting(), make_job(tmp_path).session
+    plan = Counting()
     monkeypatch.setattr(running, "reset_peak", lambda device: per_item is not None)
     monkeypatch.setattr(running, "used_bytes", lambda device: 10)
     monkeypatch.setattr(
@@ -198,7 +197,7 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     )
     monkeypatch.setattr(running, "total_bytes", lambda device: 100)
     work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
-    runner = Runner(plan, session, setting)
+    runner = Runner(make_job(tmp_path, plan=plan, batch_size=setting))
     ids = [records[0]["example_id"] for records in runner.run(work)]
     assert ids == [item.id for item, _ in work]
     assert plan.groups == groups

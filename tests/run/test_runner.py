@@ -24,7 +24,7 @@ from kvbench.probes.throughput import Throughput
 from kvbench.prompts import PromptEncoder, Thought
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
-from kvbench.run import identity, provenance
+from kvbench.run import identity, provenance, source
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
@@ -196,7 +196,7 @@ def test_the_revision_says_whether_code_or_configs_have_changes(
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    monkeypatch.setattr(provenance, "__file__", str(files[0]))
+    monkeypatch.setattr(source, "PACKAGE", tmp_path / "kvbench")
     for file, suffix in zip(files, ("+dirty", "+dirty", "+dirty", ""), strict=True):
         file.write_text("changed")
         assert provenance.code_revision.__wrapped__() == git("rev-parse", "HEAD") + suffix

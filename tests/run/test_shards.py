@@ -34,7 +34,7 @@ def test_shards_are_disjoint_and_balanced(n: int, count: int) -> None:
     assert all(part == sorted(part) for part in parts)
 
 
-def test_units_that_come_round_in_a_cycle_are_spread_over_all_shards() -> None:
+def test_items_that_come_round_in_a_cycle_are_spread_over_all_shards() -> None:
     for count, cycle in itertools.product((2, 3, 4, 5), range(2, 7)):
         items = [i % cycle for i in range(60 * count * cycle)]
         for shard in shards(count):
