@@ -141,7 +141,11 @@ def test_an_experiment_has_a_run_with_its_page_and_charts(tmp_path: Path) -> Non
     folder = write(tmp_path / "results")
     for method, rate in (("exact", 0.25), ("snapkv", 0.25), ("snapkv", 0.5)):
         options = {"logger": LOGGER, "budget.rate": rate}
-        records = [{**record, "score": 1.0} for record in lines_records(method, rate)]
+        records = [  # a hundred prompts, which tell what is enough
+            {**record, "score": 1.0, "example_id": f"{record['example_id']}-{i}"}
+            for i in range(2)
+            for record in lines_records(method, rate)
+        ]
         about: Any = {"task": "lines", "method": method, "options": options}
         write_run(tmp_path / "results", records=records, **about)
     paths = build_report(folder)
