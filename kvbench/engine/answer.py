@@ -215,7 +215,7 @@ class NonFiniteLogits(ArithmeticError):
 
 @dataclass
 class Answer:
-    """What a row generates to one question.
+    """The tokens that a row gives to one question, and what they cost.
 
     Attributes:
         uniforms: [tokens] in [0, 1), the random number by which each token is drawn; None where the most

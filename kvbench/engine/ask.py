@@ -129,7 +129,7 @@ def answer(
     """
     steps = steps or Steps()
     begin_s = time.perf_counter()
-    turns, first = list[Turn](), list[list[int]]()
+    turns = []
     for reading, row, question in asked:
         before, stopping = question.after, question.stopping
         said = [] if before is None else before.chosen
@@ -140,14 +140,12 @@ def answer(
         most = stopping.max_new_tokens
         draws = sampling.uniforms(seed, question.name, question.sample, most)
         own = Answer(stopping, sampling, draws, history, begin_s - reading.spent_s)
-        turns.append(Turn(row, own))
-        first.append(ids)
-    for (reading, row, _), turn, ids in zip(asked, turns, first, strict=True):
-        if not ids and row.failure is None:
+        turn = Turn(row, own, ids)
+        turns.append(turn)
+        if not ids and turn.running:
             logits = exact_logits(reading)
             take([turn], pick([turn], logits, draws_of([turn], logits.device)), time.perf_counter())
-    to_feed = [(turn, ids) for turn, ids in zip(turns, first, strict=True) if ids and turn.running]
-    _advance(model, [turn for turn, _ in to_feed], [ids for _, ids in to_feed])
+    _advance(model, [turn for turn in turns if turn.running and not turn.answer.chosen])
     for turn in turns:
         if turn.running:  # of the tokens to be chosen, the last is not fed
             refuse_crossing(model, turn.row, turn.answer.steps_left - 1)
@@ -159,7 +157,7 @@ def answer(
         running = [turn for turn in turns if turn.running]
         if not running:
             break
-        _advance(step_model, running, [turn.answer.chosen[-1:] for turn in running])
+        _advance(step_model, running)
     prompts = len({id(reading) for reading, _, _ in asked})
     for turn in turns:
         turn.row.try_audit()
@@ -170,12 +168,11 @@ def answer(
     return [turn.answer for turn in turns]
 
 
-def _advance(
-    model: PreTrainedModel, turns: Sequence[Turn], tokens: Sequence[Sequence[int]]
-) -> None:
-    """Feed each row its tokens, and add to its answer the token that follows."""
+def _advance(model: PreTrainedModel, turns: Sequence[Turn]) -> None:
+    """Feed each row what it has not read, and add to its answer the token that follows."""
+    rows, unread = [turn.row for turn in turns], [turn.unread for turn in turns]
     begin_s = time.perf_counter()
-    for places, logits in feed(model, [turn.row for turn in turns], tokens):
+    for places, logits in feed(model, rows, unread):
         fed = [turns[place] for place in places]
         take(fed, pick(fed, logits[:, -1], draws_of(fed, logits.device)), begin_s)
         begin_s = time.perf_counter()

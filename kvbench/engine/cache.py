@@ -1,8 +1,8 @@
-"""What a layer holds of one row, and how a decoded token changes it (`Cache`).
+"""The entries that a row holds at one layer, and how a decoded token changes them (`Cache`).
 
 A row has one cache for all KV heads of a layer or, where heads hold different numbers of entries, one
-for each head. Shapes have no batch dimension. What the method does with the entries while decoding is
-the cache's hook (`kvbench.engine.hooks`).
+for each head. Shapes have no batch dimension. The cache's hook is how the method acts on the entries
+while decoding (`kvbench.engine.hooks`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ values of the first entries are packed and not in buffers."""
 
 
 class Hook:
-    """What a method does with the entries of a cache while decoding; here nothing."""
+    """How a method acts on the entries of a cache while decoding; this one leaves them as they are."""
 
     by_kernel = True
     """Whether steps of one token can go through `kvbench.kernels.decode`."""
@@ -48,13 +48,6 @@ class Hook:
     """Whether `CompressedKV.scores` are stored, since the method reads them again."""
     nbytes = 0
     """The bytes that the method needs beside the entries."""
-
-    def check(self, kept: CompressedKV) -> None:
-        """Refuse entries that the method cannot act on.
-
-        Raises:
-            KVError: what they lack.
-        """
 
     def hide(self, cache: Cache, logits: Tensor) -> None:
         """Set logits [kv_heads, queries, n] to -inf in place where a query does not see an entry."""
@@ -123,7 +116,6 @@ class Cache:
         layer: int = 0,
         seed: int = 0,
     ) -> None:
-        hook.check(kept)
         if hook.granted is not None:
             # The cache grows up to what is granted; a token is added before one leaves.
             room = min(room, max(0, hook.granted - kept.keys.shape[2]) + 1)

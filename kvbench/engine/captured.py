@@ -263,6 +263,8 @@ class KernelBatch(Feed):
         """Stop a row that has ended but stays in the batch. Its position and its number of entries no
         longer change. Later steps write its token to the same free place of the buffers every time, and
         their output is not used."""
+        if place in self._ended:
+            return
         self._write_back_row(place)
         self._ended.add(place)
         for counts in self._counts.values():
@@ -285,7 +287,7 @@ class KernelBatch(Feed):
 
 
 def _kind(caches: Sequence[Cache]) -> Hashable:
-    """What the caches of rows that go through the kernels together have in common."""
+    """The sizes, dtype and kind of rule that the caches of rows in one launch must share."""
     keys, values, rule = caches[0].keys, caches[0].values, caches[0].rule
     by_age = None if rule is None else rule.leaves == "oldest"
     return len(caches), keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, by_age
@@ -357,7 +359,7 @@ def _decode_batch(model: PreTrainedModel, turns: Sequence[Turn], steps: Steps) -
         running = [turn for turn in turns if turn.running]
         if batch is None or batch.should_shrink(running):
             if batch is not None:
-                batch.table.write_back()
+                batch.kernel_batch.write_back()
             if not running:
                 return
             turns = running
@@ -366,9 +368,10 @@ def _decode_batch(model: PreTrainedModel, turns: Sequence[Turn], steps: Steps) -
 
 
 class Batch:
-    """Answers whose rows take their steps together by one table.
+    """Answers whose rows take their steps together.
 
     Attributes:
+        kernel_batch: the rows as the kernels see them.
         ids: [rows, 1] int64, the token that is fed to each row; every step writes the next one.
         draws: [rows], the random number of each row's next token; None where tokens are not drawn.
         replay: runs a captured step; None where the step is run as it is.
@@ -379,11 +382,10 @@ class Batch:
         self.step_model = steps.model_for_steps(model)
         device = input_device(model)
         rows, left = [turn.row for turn in turns], [turn.answer.steps_left for turn in turns]
-        self.table = KernelBatch(model, rows, left, device)
+        self.kernel_batch = KernelBatch(model, rows, left, device)
         self.ids = torch.tensor([[turn.answer.chosen[-1]] for turn in turns], device=device)
         self.draws = draws_of(turns, device)
         self.replay: Callable[[], Tensor] | None = None
-        self._ended: set[int] = set()
         by_kernel = all(row.steps_by_kernel for row in rows)
         self._may_capture = by_kernel and steps.should_capture(model, max(left), _options(turns))
         if self._may_capture:
@@ -393,27 +395,28 @@ class Batch:
         """The key of a captured step, and all tensors that it reads and writes (`Steps.capture`)."""
         own = [self.ids] if self.draws is None else [self.ids, self.draws]
         sampling = self.turns[0].answer.sampling
-        return (sampling, self.table.key), [*own, *self.table.tensors]
+        return (sampling, self.kernel_batch.key), [*own, *self.kernel_batch.tensors]
 
     def _run(self) -> Tensor:
         """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
         same tensors every time, so that it can be captured."""
-        logits = forward(self.step_model, self.ids, self.table.positions[:, None], self.table)
+        logits = forward(
+            self.step_model, self.ids, self.kernel_batch.positions[:, None], self.kernel_batch
+        )
         picks = pick(self.turns, logits, self.draws)
         self.ids.copy_(picks[0, :, None])
-        self.table.move_on()
+        self.kernel_batch.move_on()
         return picks
 
     def step(self, begin_s: float) -> None:
         """Decode one token for every row that has not ended, in a step that began at `begin_s` by
         `time.perf_counter`."""
-        if self._may_capture and self.replay is None and self.table.taken == FIRST_STEPS:
+        if self._may_capture and self.replay is None and self.kernel_batch.taken == FIRST_STEPS:
             self._may_capture = False
             self.replay = self.steps.capture(self.model, self._run, *self._captured_by())
         for place, turn in enumerate(self.turns):
-            if not turn.running and place not in self._ended:
-                self._ended.add(place)
-                self.table.end(place)
+            if not turn.running:
+                self.kernel_batch.end(place)
         if self.draws is not None:
             self.draws.copy_(torch.tensor([turn.answer.draw for turn in self.turns]))
         run_step = self.replay or self._run
@@ -422,7 +425,7 @@ class Batch:
             if turn.running:
                 turn.row.count_step(1)
         take(self.turns, picks, begin_s)
-        self.table.taken += 1
+        self.kernel_batch.taken += 1
 
     def should_shrink(self, running: Sequence[Turn]) -> bool:
         """Whether a new batch of the running rows alone should take this one's place."""

@@ -75,8 +75,8 @@ def unwritten(label: str, layer: LayerKV, **others: Tensor) -> Iterator[None]:
 
 
 class Compressed(NamedTuple):
-    """What a method keeps of a layer (checked by `check_held`), the entries per head that it may keep,
-    and the time of the method's own work."""
+    """The entries that a method keeps of a layer (checked by `check_held`), how many it may keep per
+    head, and the time of the method's own work."""
 
     kept: CompressedKV
     capacity: int

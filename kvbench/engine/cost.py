@@ -1,4 +1,4 @@
-"""What a method's cache of one prompt costs: bytes, entries and seconds."""
+"""The cost of a method's cache of one prompt: bytes, entries and seconds."""
 
 from __future__ import annotations
 

@@ -113,15 +113,21 @@ def refuse_crossing(model: PreTrainedModel, row: Row, fed: int) -> None:
 
 @dataclass
 class Turn:
-    """A row, and the answer that it gives now."""
+    """A row, and the answer that it gives now, before which it reads the tokens `asked`."""
 
     row: Row
     answer: Answer
+    asked: Sequence[int] = ()
 
     @property
     def running(self) -> bool:
         """Whether the answer goes on: it has not ended, and the row has not failed."""
         return self.row.failure is None and not self.answer.ended
+
+    @property
+    def unread(self) -> Sequence[int]:
+        """The tokens that are fed to the row next."""
+        return self.answer.chosen[-1:] or self.asked
 
 
 def pick(turns: Sequence[Turn], logits: Tensor, draws: Tensor | None) -> Tensor:

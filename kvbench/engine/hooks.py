@@ -1,5 +1,5 @@
-"""What a method does with the entries of a cache while decoding: it evicts (`Evict`), restricts
-attention (`Restrict`) or compresses again (`PeriodicCompression`); else the cache grows."""
+"""How methods act on the entries of a cache while decoding: they evict (`Evict`), restrict attention
+(`Restrict`) or compress again (`PeriodicCompression`); else the cache grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.engine import check
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import GROW, Cache, Hook
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
+from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV
 from kvbench.methods.base import Method, Schedule, rule_of
 
 
@@ -26,13 +26,6 @@ class Evict(Hook):
         self.method, self.granted, self.sink = method, granted, sink
         self.rule = rule_of(method, granted, sink)
         self.by_kernel = self.rule is not None
-
-    def check(self, kept: CompressedKV) -> None:
-        if kept.keys_only:
-            raise KVError(
-                f"{type(self.method).__name__} evicts and holds {kept.keys_only} entries without a "
-                "value; allowed: one or the other"
-            )
 
     def after_token(self, cache: Cache, call: LayerCall, weights: Tensor) -> None:
         assert self.granted is not None
@@ -134,8 +127,8 @@ class PeriodicCompression(Hook):
 
 
 def hook_of(method: Method, granted: int, sink: int) -> Hook:
-    """What a method does that never compresses again: evict, or restrict attention, to the `granted`
-    entries per head, of which the prompt's first `sink` stay; or nothing.
+    """The hook of a method that never compresses again: it evicts, or restricts attention, to the
+    `granted` entries per head, of which the prompt's first `sink` stay; or it does nothing.
 
     Raises:
         KVError: it does both.

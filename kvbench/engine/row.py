@@ -180,24 +180,31 @@ class Row:
             KVError: the method does two things while decoding that exclude each other.
         """
         hook = self._hook(layer, capacity, limit, prompt)
+        acts = f"{type(self.method).__name__} acts on its entries while decoding, and holds"
+        if hook is not GROW and kept.lengths is not None:
+            raise KVError(f"{acts} heads of different lengths; allowed: one or the other")
+        if hook.granted is not None and kept.keys_only:
+            raise KVError(f"{acts} {kept.keys_only} without a value; allowed: one or the other")
         scheme = self.method.quantization()
-        caches = []
-        for part in heads_of(kept):
-            if part is not kept and hook is not GROW:
-                raise KVError(
-                    f"{type(self.method).__name__} holds heads of different lengths and acts while "
-                    "decoding; allowed: one or the other"
-                )
-            how: Any = {"capacity": capacity, "scheme": scheme, "layer": layer, "seed": self.seed}
-            caches.append(Cache(part, self.room, hook, **how))
-        self.caches[layer] = tuple(caches)
+        self.caches[layer] = caches = tuple(
+            Cache(
+                part,
+                self.room,
+                hook,
+                capacity=capacity,
+                scheme=scheme,
+                layer=layer,
+                seed=self.seed,
+            )
+            for part in heads_of(kept)
+        )
         lengths = kept.lengths
         self.entries[layer] = caches[0].count() if lengths is None else lengths[0].cpu()
         if not self.entries[layer].is_cuda:
             self._check_prompt(layer)
 
     def _hook(self, layer: int, capacity: int, limit: int | None, prompt: LayerKV) -> Hook:
-        """What the method does with a layer's entries while decoding."""
+        """Choose how the method acts on a layer's entries while decoding."""
         method = self.method
         schedule = method.schedule
         if schedule is not None and prompt.queries is not None:
@@ -436,8 +443,8 @@ class Row:
 
 
 def heads_of(kept: CompressedKV) -> Iterable[CompressedKV]:
-    """What a method keeps of a layer, or of each of its heads where these hold different numbers of
-    entries: without padding.
+    """Split what a method keeps of a layer by heads, without padding, where these hold different numbers
+    of entries; else yield it whole.
 
     Raises:
         KVError: heads of different lengths have scores, signed weights or entries without values.

@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Activations:
-    """What forward hooks note while the model runs on one chunk, by the layer's index.
+    """Notes that forward hooks take while the model runs on one chunk, by the layer's index.
 
     Attributes:
         hidden_norms: [batch, t] float32, the norms of the hidden states that enter an attention block.

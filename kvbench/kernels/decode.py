@@ -40,11 +40,11 @@ COLUMNS = (
     "heaviest_leaves",
     "place",
 )
-"""What the columns of `RowPointers.pointers` have for a row: the addresses of its three buffers (that of
-the log-weights is 0 where all are zero); the strides of each over heads and over entries, in elements;
-and how many entries there is room for (`reserved`). Where rows evict, also: the addresses of scores (0
-where it has none) and positions, the stride of both over heads, the row's limit, the fields of its
-`Eviction`, and its place in the batch; else these are 0."""
+"""The columns of `RowPointers.pointers`. A row has there the addresses of its three buffers (that of the
+log-weights is 0 where all are zero); the strides of each over heads and over entries, in elements; and
+how many entries there is room for (`reserved`). Where rows evict, it also has the addresses of scores (0
+without scores) and positions, the stride of both over heads, its limit, the fields of its `Eviction`,
+and its place in the batch; else these are 0."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from kvbench.kv import (
 )
 from kvbench.methods import available_methods, build_method
 from kvbench.methods.base import Method, allowed_entries
+from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.probes.layer_error import check_total
 from kvbench.run.runner import run_job
 
@@ -64,6 +65,30 @@ class Overwrites(Everything):
 
     def extras(self, n: int, held: Any) -> dict[str, Any]:
         return {"entries": 1, "example_id": 9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undecided(StreamingLLM):
+    """Evicts, and holds entries that leave in no order of their own."""
+
+    decode: Any = "evict"
+    keys_only: int = 0
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        kept = super().compress(layer, budget, generator)
+        if self.keys_only:
+            values = kept.values[:, :, self.keys_only :]
+            return replace(kept, values=values, keys_only=self.keys_only)
+        return replace(kept, lengths=torch.full((1, 2), kept.keys.shape[2]))
+
+
+def test_entries_that_cannot_leave_one_by_one_fail_a_method_that_evicts(tmp_path: Path) -> None:
+    methods: dict[str, Method] = {"heads": Undecided(), "keys": Undecided(keys_only=2)}
+    result = run_job(make_job(tmp_path, methods, limit=1))
+    found = {label: rows[0]["error"] for label, rows in records_of(result).items()}
+    said = "Undecided acts on its entries while decoding, and holds {}; allowed: one or the other"
+    assert found["heads"].endswith(said.format("heads of different lengths"))
+    assert found["keys"].endswith(said.format("2 without a value"))
 
 
 def test_a_cache_of_nothing_and_fields_of_others_fail_their_method(tmp_path: Path) -> None:
