@@ -74,7 +74,7 @@ class Row:
         prompt_cost: the cost at the end of the prefill; None before.
         end_cost: the cost as of the last audit; None before, and after a failure.
         exact: the bytes of the exact cache of the same prompt, by the number of tokens.
-        exact_bytes: these bytes after the prompt and after every step since.
+        exact_over_time: these bytes after the prompt and after every step since.
         table_of: the number of tokens of the pass that read the prompt, whose rotary table the keys
             have: more than the prompt's where tokens that are held back were in it (`prefill`).
         fed: the number of tokens fed since the prompt.
@@ -99,7 +99,7 @@ class Row:
     prompt_cost: Cost | None = None
     end_cost: Cost | None = None
     exact: ExactBytes = field(default_factory=ExactBytes)
-    exact_bytes: list[int] = field(default_factory=list)
+    exact_over_time: list[int] = field(default_factory=list)
     table_of: int = 0
     fed: int = 0
 
@@ -282,7 +282,7 @@ class Row:
             exact: the bytes of the exact cache.
             prefill_s: see `Cost`.
         """
-        self.states, self.exact, self.exact_bytes, self.fed = states, exact, [exact.at(n)], 0
+        self.states, self.exact, self.exact_over_time, self.fed = states, exact, [exact.at(n)], 0
         self.prompt_cost = cost = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
@@ -359,7 +359,7 @@ class Row:
     def count_step(self, tokens: int) -> None:
         """Note a step that fed `tokens` tokens."""
         self.fed += tokens
-        self.exact_bytes.append(self.exact.at(self.tokens))
+        self.exact_over_time.append(self.exact.at(self.tokens))
 
     def clone(self) -> Row:
         """A copy with caches, states and costs of its own, which can decode another continuation."""
@@ -369,7 +369,7 @@ class Row:
             states=clone_of(self.states),
             entries=dict(self.entries),
             carried=dict(self.carried),
-            exact_bytes=list(self.exact_bytes),
+            exact_over_time=list(self.exact_over_time),
         )
 
     def fail(self, failure: Exception) -> None:
@@ -423,7 +423,7 @@ class Row:
             cache_bytes_end=self.cache_bytes(),
             cache_bytes_peak=sum(cache.bytes_peak for cache in all_caches) + states,
             cache_bytes_mean=sum(cache.bytes_mean for cache in all_caches) + states,
-            exact_bytes_mean=fmean(self.exact_bytes),
+            exact_bytes_mean=fmean(self.exact_over_time),
             compressed=self.prompt_cost.compressed or entries_left,
             budget_preset=preset,
         )
