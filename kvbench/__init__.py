@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvbench.api import compare, compress, kept, load_model
     from kvbench.kv import Budget
     from kvbench.methods import build_method
-    from kvbench.report.loading import load
+    from kvbench.report.runs import load
 
 __version__ = "0.3.0"
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 _HOMES = {
     "Budget": "kv",
     "build_method": "methods",
-    "load": "report.loading",
+    "load": "report.runs",
 }
 """Where a name is that is not in `kvbench.api`."""
 

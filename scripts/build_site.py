@@ -27,9 +27,8 @@ INTERFACE = (
     *(f"kvbench.methods.{name}" for name in available_methods()),
     "kvbench.tasks",
     "kvbench.records.read",
-    "kvbench.report.experiment",
+    "kvbench.report.runs",
     "kvbench.report.frame",
-    "kvbench.report.loading",
 )
 """The modules that a user's Python code calls, derives from or reads."""
 

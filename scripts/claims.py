@@ -4,14 +4,14 @@
     python scripts/claims.py model=<any> claims=B1,L1 'files=[essays/*.txt]' results_dir=runs/claims/mine
 
 A claim is one or more comparisons over prompts, each with a rule. A comparison has cells (a layer at a
-rate, say); in each the difference has a 95 % interval of its own. The comparison
+rate, say); in each it is tested as the tables of a report are (results/README-statistics.md), with p
+adjusted for all cells and all methods that it names. The comparison
 
-- **holds** if the interval of every cell (or of the share of cells that it names) lies on the claimed
-  side;
-- **holds on average** if the interval of the mean over cells does;
-- **fails** if that interval lies on the other side;
-- **cannot be told** otherwise. Then it says how many prompts would tell, if the difference is what it
-  seems.
+- **holds** if every cell (or the share of cells that it names) differs significantly as claimed;
+- **holds on average** if the mean over cells does;
+- **fails** if that mean differs significantly the other way;
+- **cannot be told** otherwise. Then it says about how many prompts would tell, if the difference is what
+  it seems.
 
 A claim's verdict is the worst one of its comparisons. Texts are generated unless `files` names some.
 
@@ -22,6 +22,7 @@ printed and are in its file `done`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
@@ -44,9 +45,10 @@ from kvbench.cli.config import composed, expanded, hydra_of_conf
 from kvbench.engine.architecture import full_layers
 from kvbench.engine.model import load_config
 from kvbench.errors import UserError, complain
-from kvbench.report.claims_page import write_claims_page
-from kvbench.report.render import write_text
-from kvbench.report.stats import Array, Estimate, differences
+from kvbench.report.page import PAGE, html
+from kvbench.report.render import PAGE_MARK, write_text
+from kvbench.report.stats import ALPHA, Estimate, Scores, holm, paired
+from kvbench.report.table import Column, Table, number, score_format, whole, with_values
 
 ROOT = Path(__file__).resolve().parents[1]
 ABLE = 0.8
@@ -55,6 +57,12 @@ UNABLE = "needs a model that retrieves"
 ORDER = ("fails", "cannot be told", "holds on average", "holds")
 """Verdicts, the worst first. A comparison without a verdict says what it needs; a claim says so only if
 none of its comparisons has a verdict."""
+SUBTITLE = (
+    "A claim is tested in several cells (layers, rates or measures), by the tests of all tables, with p"
+    " adjusted for the cells and methods that a comparison names. It holds if every cell differs"
+    " significantly as claimed, on average if only the mean over cells does; it fails if that mean"
+    " differs significantly the other way. Otherwise it cannot be told."
+)
 COLUMNS = (
     "id",
     "claim",
@@ -69,9 +77,9 @@ COLUMNS = (
 
 
 class Verdict(NamedTuple):
-    """How a comparison was decided: the mean difference over cells, of so many independent units
-    (prompts, texts, fillers); cells that hold, of all; how many units would tell where it cannot be
-    told."""
+    """How a comparison was decided: the difference or ratio of the means over cells, of so many
+    independent units (prompts, texts, fillers); cells that hold, of all; how many units would tell where
+    it cannot be told."""
 
     verdict: str
     difference: Estimate
@@ -155,61 +163,117 @@ def values_of_units(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> pd.Dat
     return groups[[value, base]].apply(slope).unstack()
 
 
-def differences_to_each(
-    values: pd.DataFrame, comparison: Mapping[str, Any]
-) -> dict[str, pd.DataFrame]:
-    """`first` minus `factor` times each of `against`, or minus the number `target`: a table
-    [units, cells] for each, by the name of what is subtracted.
+Sides = tuple[pd.DataFrame, pd.DataFrame]
+"""A variant's values and those that it is compared with, each [units, cells]."""
+
+
+def sides_to_each(values: pd.DataFrame, comparison: Mapping[str, Any]) -> dict[str, Sides]:
+    """`first` beside `factor` times each of `against`, or the number `target`, by its name.
 
     A method that beats the best of several beats each of them, so none is chosen here.
     """
-    first = values[comparison["first"]]
-    factor = comparison.get("factor", 1)
-    subtracted: dict[str, Any] = {}
+
+    def by_cell(series: pd.Series) -> pd.DataFrame:
+        table = series.unstack(list(range(1, series.index.nlevels)))
+        return table.to_frame() if isinstance(table, pd.Series) else table
+
+    first, factor = by_cell(values[comparison["first"]]), comparison.get("factor", 1)
+    others: dict[str, pd.DataFrame] = {}
     if "target" in comparison:
         target = comparison["target"]
-        subtracted[f"({target})" if target < 0 else f"{target}"] = target
+        others[f"({target})" if target < 0 else f"{target}"] = first * 0 + target
     for name in comparison.get("against", []):
-        subtracted[name if factor == 1 else f"{factor:g} {name}"] = factor * values[name]
-    tables = {}
-    for name, other in subtracted.items():
-        table = (first - other).unstack(list(range(1, values.index.nlevels)))
-        table = table.to_frame() if isinstance(table, pd.Series) else table
-        tables[name] = table.dropna(how="all")
-    return tables
+        others[name if factor == 1 else f"{factor:g} {name}"] = by_cell(factor * values[name])
+    return {name: (first, other) for name, other in others.items()}
 
 
-def verdict_on(values: Array, comparison: Mapping[str, Any], reach: float = 1.0) -> Verdict:
-    """The verdict on differences [units, cells], which are claimed to lie `below` or `above` the number
-    `by`, or `within` it on either side of zero, in the share `share` of the cells.
+class Test(NamedTuple):
+    """A difference, or ratio, tested as the report's tables test it (`kvbench.report.stats.paired`).
 
-    Args:
-        reach: the largest score that is compared, where scores are fractions.
+    Attributes:
+        on_side: whether it is on the claimed side, whatever its p.
+        room: how far from it the claimed bound is, of two (`within`) the nearer one.
+        p: of that bound, of two the larger one.
+        p_against: of a bound on whose other side it is, the smaller one; NaN where it is on the claimed
+            side of all.
     """
-    side = comparison.get("side", "below")
-    by = comparison.get("by", 0.0)
-    largest = reach if "fraction" in comparison else None
-    least = {"below": -math.inf, "above": by, "within": -by}[side]
-    most = math.inf if side == "above" else by
-    means = np.nanmean(values, axis=1, keepdims=True)
-    (mean,) = differences([means], reach=largest)
-    cells = differences([values], reach=largest)
-    held = sum(least < cell.low and cell.high < most for cell in cells)
-    more = None
-    if held >= comparison.get("share", 1.0) * len(cells):
-        verdict = "holds"
-    elif least < mean.low and mean.high < most:
-        verdict = "holds on average"
-    elif mean.high <= least or mean.low >= most:
-        verdict = "fails"
-    else:
-        verdict = "cannot be told"
-        room = min(abs(mean.value - bound) for bound in (least, most))
-        if (
-            room and mean.high > mean.value
-        ):  # an interval's width falls with the square root of the units
-            more = math.ceil(len(values) * ((mean.high - mean.value) / room) ** 2)
-    return Verdict(verdict, mean, len(values), held, len(cells), more)
+
+    change: Estimate
+    on_side: bool
+    room: float
+    p: float
+    p_against: float
+
+
+def tests_of(sides: Sides, comparison: Mapping[str, Any]) -> list[Test]:
+    """A test for each cell. Right or wrong answers have McNemar's, what is never negative is compared by
+    its ratio where no difference (`by`) is claimed, all else by the t test of the difference."""
+    side, by = comparison.get("side", "below"), comparison.get("by", 0.0)
+    bounds = {"below": [(by, -1)], "above": [(by, 1)], "within": [(by, -1), (-by, 1)]}[side]
+    values = np.hstack([one.to_numpy(float) for one in sides])
+    count = values.shape[1] // 2
+    given, units = np.ones(values.shape, dtype=bool), np.arange(len(values))
+    strata = [Scores("", values, given, units, ({},) * (2 * count))]
+    pairs = [(i, count + i) for i in range(count)]
+    by_bound = [
+        paired(strata, pairs, fraction="fraction" in comparison, by=bound) for bound, _ in bounds
+    ]
+    tests = []
+    for changes in zip(*by_bound, strict=True):
+        p = [change.p for change in changes]
+        leads = [
+            sign * (change.lead - bound)
+            for change, (bound, sign) in zip(changes, bounds, strict=True)
+        ]
+        against = [own for own, lead in zip(p, leads, strict=True) if lead < 0]
+        tests.append(
+            Test(
+                changes[0],
+                on_side=all(lead > 0 for lead in leads),
+                room=min(map(abs, leads)),
+                p=max(p),
+                p_against=min(against, default=math.nan),
+            )
+        )
+    return tests
+
+
+def adjusted(tests: Sequence[Test]) -> list[Test]:
+    """With the p-values of these, one family, adjusted as those of a table are."""
+    p = holm([test.p for test in tests], [test.change.discordant for test in tests])
+    return [test._replace(p=float(own)) for test, own in zip(tests, p, strict=True)]
+
+
+def verdicts_on(sides: Sequence[Sides], comparison: Mapping[str, Any]) -> list[Verdict]:
+    """The verdict on each first variant beside what it is compared with: their difference is claimed to
+    lie `below` or `above` the number `by`, or `within` it on either side of zero, in the share `share`
+    of the cells. P-values are adjusted for all cells of all of them."""
+    both = [(a.where(b.notna()), b.where(a.notna())) for a, b in sides]
+    both = [(a.dropna(how="all"), b.dropna(how="all")) for a, b in both]
+    cells = iter(adjusted([test for one in both for test in tests_of(one, comparison)]))
+    over_cells = [(a.mean(axis=1).to_frame(), b.mean(axis=1).to_frame()) for a, b in both]
+    means = adjusted([test for one in over_cells for test in tests_of(one, comparison)])
+    verdicts = []
+    for (first, _), mean in zip(both, means, strict=True):
+        units, count = first.shape
+        held = sum(cell.on_side and cell.p < ALPHA for cell in itertools.islice(cells, count))
+        more = None
+        if held >= comparison.get("share", 1.0) * count:
+            verdict = "holds"
+        elif mean.on_side and mean.p < ALPHA:
+            verdict = "holds on average"
+        elif mean.p_against < ALPHA:
+            verdict = "fails"
+        else:
+            verdict = "cannot be told"
+            change = mean.change
+            half = (math.log(change.high) if change.times else change.high) - change.lead
+            if (
+                mean.room and half > 0
+            ):  # an interval's width falls with the square root of the units
+                more = math.ceil(units * (half / mean.room) ** 2)
+        verdicts.append(Verdict(verdict, mean.change, units, held, count, more))
+    return verdicts
 
 
 def unmet_need(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> str:
@@ -262,28 +326,26 @@ def compare(
         yield {"comparison": name, "result": needs, "run": run, "model": "none"}
         return
     model = runs[run]["model"].iloc[0]
-    values = values_of_units(runs[run], comparison)
-    names = [comparison["first"], *comparison.get("against", [])]
-    reach = float(np.nanmax(values[names].abs().to_numpy())) or 1.0
+    sides = sides_to_each(values_of_units(runs[run], comparison), comparison)
     minus = None if needs else comparison.get("minus")
-    subtracted = {}
     if minus:
-        subtracted = differences_to_each(values_of_units(runs[minus], comparison), comparison)
+        less = sides_to_each(values_of_units(runs[minus], comparison), comparison)
+        sides = {name: (a - less[name][0], b - less[name][1]) for name, (a, b) in sides.items()}
     value = comparison["value"]
     if "slope" in comparison:
         value = f"slope of {value}"
-    for other, differences_to_other in differences_to_each(values, comparison).items():
+    verdicts = verdicts_on(list(sides.values()), comparison)
+    for other, verdict in zip(sides, verdicts, strict=True):
         name = f"{run}, {value}: {comparison['first']} - {other}"
         if minus:
             name += f", less that of {minus}"
-            differences_to_other = differences_to_other - subtracted[other]
         if "over" in comparison:
             name += f", mean over {comparison['over']}"
-        verdict = verdict_on(differences_to_other.to_numpy(float), comparison, reach)
+        change, by = verdict.difference, comparison.get("by", 0)
         yield {
-            "comparison": name,
-            "claimed": f"{comparison.get('side', 'below')} {comparison.get('by', 0):g}",
-            **verdict.difference.named("difference"),
+            "comparison": name.replace(" - ", " / ") if change.times else name,
+            "claimed": f"{comparison.get('side', 'below')} {1 if change.times else by:g}",
+            **change.named("times" if change.times else "difference"),
             "units": verdict.units,
             "held": verdict.held,
             "cells": verdict.cells,
@@ -294,16 +356,21 @@ def compare(
         }
 
 
+def number_of(row: Mapping[str, Any]) -> str:
+    """The difference or ratio of a row with its interval; empty where there is none."""
+    measure = next((name for name in ("difference", "times") if name in row), None)
+    if measure is None:
+        return ""
+    value, low, high = (row[f"{measure}{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.3g}{' times' * (measure == 'times')} [{low:.3g}, {high:.3g}]"
+
+
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     for row in rows:
         if not row["decides"]:
             continue
         results = [other["result"] for other in rows if other["id"] == row["id"]]
-        difference = ""
-        if "difference" in row:
-            low, high = row["difference_low"], row["difference_high"]
-            difference = f"{row['difference']:.3g} [{low:.3g}, {high:.3g}]"
         more = f"; {row['more']:g} would tell" if row.get("more") else ""
         texts = {
             **dict.fromkeys(COLUMNS, ""),
@@ -311,7 +378,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             "claim": f"{row['claim']} ({row['place']})",
             "as stated \\| ours": row["measure"],
             "decided by": row["comparison"],
-            "difference": difference,
+            "difference": number_of(row),
             "holds": f"{results.count('holds')} of {len(results)}",
             "verdict": f"**{row['verdict']}**{more}",
         }
@@ -320,13 +387,54 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    if "difference" not in row:
+    if not number_of(row):
         return f"{row['comparison']}: {row['result']}"
     return (
-        f"{row['comparison']} {row['difference']:.3g} [{row['difference_low']:.3g}, "
-        f"{row['difference_high']:.3g}], claimed {row['claimed']}: {row['result']} "
+        f"{row['comparison']} {number_of(row)}, claimed {row['claimed']}: {row['result']} "
         f"({row['held']} of {row['cells']} cells, {row['units']} units)"
     )
+
+
+def write_page(folder: Path) -> Path:
+    """The page of claims.csv: each claim with its verdict, then every comparison."""
+    rows = pd.read_csv(folder / "claims.csv")
+    models = ", ".join(rows["model"].dropna().unique()) if "model" in rows else ""
+    deciding = rows[rows["decides"].astype(bool)]
+    deciding = deciding.assign(claim=deciding["claim"] + " (" + deciding["place"] + ")")
+    numbers = (
+        Column("difference", text=score_format("")),
+        Column("times", "ratio", number),
+        Column("claimed"),
+        Column("units", text=whole),
+    )
+    verdicts = (
+        Column("id"),
+        Column("verdict"),
+        Column("claim"),
+        Column("comparison", "decided by"),
+        *numbers,
+        Column("more", "prompts needed to tell", whole),
+        Column("measure", "as stated, or ours"),
+    )
+    every = rows.assign(group=rows["id"] + ": " + rows["claim"])
+    comparisons = (
+        Column("comparison"),
+        Column("result"),
+        *numbers,
+        Column("held", "cells that hold", whole),
+        Column("cells", text=whole),
+        Column("protocol"),
+    )
+    page = html(
+        "tables.html.j2",
+        title=f"Claims of the papers on {models}" if models else "Claims of the papers",
+        subtitle=SUBTITLE,
+        tables=[
+            Table("claims", "Verdicts", deciding, with_values(deciding, verdicts)),
+            Table("comparisons", "Every comparison", every, with_values(every, comparisons)),
+        ],
+    )
+    return write_text(folder / PAGE, page, PAGE_MARK)
 
 
 def command(name: str, words: str, options: Mapping[str, str], place: Path) -> list[str]:
@@ -437,7 +545,7 @@ def main(arguments: Sequence[str]) -> None:
         text = pd.DataFrame(rows).to_csv(index=False, float_format="%.4g")
         write_text(place / "claims.csv", text, "id,place,")
         write_text(place / "claims.md", markdown(rows), f"| {' | '.join(COLUMNS)} |")
-    page = write_claims_page(place)
+    page = write_page(place)
     print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
 
 

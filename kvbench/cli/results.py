@@ -24,15 +24,15 @@ from kvbench.records.schema import disk_errors
 from kvbench.records.store import replace_file, safe_name
 
 if TYPE_CHECKING:
-    from kvbench.report.experiment import Experiment
+    from kvbench.report.runs import Experiment
 
 
 def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
     """Print the tables of an experiment's folder as the page shows them; where run folders are given,
     those that have one of them. An experiment of several tasks has one table of methods by tasks for
     each model."""
-    from kvbench.report.experiment import load_experiment
     from kvbench.report.remarks import remarks
+    from kvbench.report.runs import load_experiment
 
     experiment = load_experiment(folder)
     if runs:
@@ -71,7 +71,7 @@ def score_by(folder: Path, metric: str) -> int:
     """
     import pandas as pd
 
-    from kvbench.report.experiment import group_runs, load_experiment
+    from kvbench.report.runs import group_runs, load_experiment
     from kvbench.tasks.metrics import scorer
 
     score = scorer(metric)

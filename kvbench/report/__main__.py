@@ -1,9 +1,9 @@
 """``kvbench-report``: rebuild an experiment's report, compare two experiments, or link several.
 
-With one folder, tables, figures and the page are written into it again, from its records alone; into a
-folder of scripts/claims.py, the page of its claims. With two, what changed from the first to the second
-is printed, and written as compare.html and .csv. With three or more, or with --index, each report is
-rebuilt where there are records, and index.html beside them links all: kvbench-report results/*
+With one folder, tables, figures and the page are written into it again, from its records alone. With
+two, what changed from the first to the second is printed, and written as compare.html and .csv. With
+three or more, or with --index, each report is rebuilt where there are records, and index.html beside
+them links all pages: kvbench-report results/*
 """
 
 from __future__ import annotations
@@ -90,14 +90,10 @@ def in_a_line(work: Callable[[], None], folders: Sequence[str], program: str) ->
 
 
 def _rebuild(folder: Path, *, every: bool = False) -> None:
-    """Rebuild an experiment's report, or the page of a folder of claims, and print where it is; of
-    `every` file the name, the figures' among them."""
+    """Rebuild an experiment's report, and print where it is; of `every` file the name, the figures'
+    among them."""
     from kvbench.report.build import build_report
-    from kvbench.report.claims_page import CLAIMS, write_claims_page
 
-    if (folder / CLAIMS).is_file():
-        print(printable(str(write_claims_page(folder))))
-        return
     paths = build_report(folder, for_print=every)
     for warning in paths.warnings:
         complain(f"warning: {warning}", NAME)
@@ -110,21 +106,20 @@ def _rebuild(folder: Path, *, every: bool = False) -> None:
 
 def _link(folders: list[Path]) -> None:
     """Rebuild the reports of which there are records, then the page that links all."""
-    from kvbench.report.claims_page import CLAIMS
     from kvbench.report.page import write_index
 
     for folder in folders:
         if not folder.exists():
             raise StoreError(f"no results in {folder}: the folder does not exist")
-        if any(folder.glob(f"*/*/*/{MANIFEST}")) or (folder / CLAIMS).is_file():
+        if any(folder.glob(f"*/*/*/{MANIFEST}")):
             _rebuild(folder)
     print(printable(str(write_index(folders))))
 
 
 def _compare(first: Path, second: Path, out: str | None) -> None:
     from kvbench.report.compare import compare, write_comparison
-    from kvbench.report.experiment import load_experiment
     from kvbench.report.render import terminal
+    from kvbench.report.runs import load_experiment
 
     comparison = compare(load_experiment(first), load_experiment(second))
     terminal(comparison.tables)

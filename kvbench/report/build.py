@@ -14,15 +14,14 @@ from kvbench.errors import disk_line
 from kvbench.records.aside import aside_of, lines_of
 from kvbench.records.read import StoreError
 from kvbench.records.store import safe_name
-from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.frame import AVERAGE, tidy, totals
 from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
 from kvbench.report.remarks import remarks
 from kvbench.report.render import PAGE_MARK, csv, latex, markdown, write_text
+from kvbench.report.runs import Experiment, Group, load_experiment
 from kvbench.report.table import Table
-from kvbench.report.tables import overview_tables, paper_table, score_table, tables_of
-from kvbench.report.verdicts import verdict
+from kvbench.report.tables import overview_tables, paper_table, score_table, tables_of, verdict
 
 if TYPE_CHECKING:
     from kvbench.report.drawing import Drawn, FileType

@@ -19,10 +19,9 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.drawing import score_axis
-from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy
-from kvbench.report.labels import words
 from kvbench.report.ratios import HELD, held_by, weighed
+from kvbench.report.runs import BASELINE, Group, words
 from kvbench.report.style import OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
 

@@ -17,11 +17,19 @@ from typing import Any
 import pandas as pd
 
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import PROMPT, Experiment, Group
 from kvbench.report.frame import AVERAGE, comparisons, failures_of, failures_text, scores
-from kvbench.report.labels import as_text, flat, natural_order, short_name
 from kvbench.report.page import html
 from kvbench.report.render import PAGE_MARK, csv, write_text
+from kvbench.report.runs import (
+    PROMPT,
+    Experiment,
+    Group,
+    Variant,
+    as_text,
+    flat,
+    natural_order,
+    short_name,
+)
 from kvbench.report.stats import ALPHA, NOTHING, holm
 from kvbench.report.table import (
     INTERVAL,
@@ -37,7 +45,6 @@ from kvbench.report.table import (
     wide,
     with_values,
 )
-from kvbench.report.variants import Variant
 
 SIDES = ("first", "second")
 _NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]

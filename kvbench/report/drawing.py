@@ -28,8 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvbench.errors import one_line, printable
 from kvbench.records.store import safe_name
-from kvbench.report.experiment import Group
-from kvbench.report.labels import words
+from kvbench.report.runs import Group, words
 from kvbench.report.style import style_of
 
 FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "kept"]

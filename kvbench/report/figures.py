@@ -26,9 +26,7 @@ from kvbench.report.drawing import (
     shown_name,
     stem,
 )
-from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.frame import tidy, totals
-from kvbench.report.labels import as_text, natural_order, words
 from kvbench.report.panels import heatmaps, kept_figure
 from kvbench.report.ratios import (
     at_rate,
@@ -38,6 +36,7 @@ from kvbench.report.ratios import (
     measures_several_rates,
     rate_texts,
 )
+from kvbench.report.runs import BASELINE, Group, as_text, natural_order, words
 from kvbench.report.style import OF_THE_PAPERS
 from kvbench.report.table import in_percent
 

@@ -32,10 +32,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.experiment import PROMPT, Group
-from kvbench.report.labels import as_text, natural_order
 from kvbench.report.marks import standing
 from kvbench.report.ratios import RATIO_AT_95, enough_ratios, weighed
+from kvbench.report.runs import PROMPT, Group, as_text, natural_order
 from kvbench.report.stats import (
     FEWEST,
     NOTHING,
@@ -71,10 +70,10 @@ COLUMNS = (
     "mark",
     "failures",
 )
-COSTS = ("ratio", "entries_mean", "entries_max", "self_bleu")
-"""Measures other than the score, weighed as scores are; ``entries_max`` is a maximum. ``self_bleu`` says
-how alike sampled answers are. Seconds are not among them: they are shared where methods decode
-together, and the throughput probe measures those of each method."""
+COSTS = ("ratio", "entries_mean", "entries_max")
+"""Measures other than the score, weighed as scores are; ``entries_max`` is a maximum. Seconds are not
+among them: they are shared where methods decode together, and the throughput probe measures those of
+each method."""
 
 
 @lru_cache(maxsize=64)
@@ -172,8 +171,7 @@ def costs(group: Group) -> pd.DataFrame:
     """The rows of `COSTS` for every variant, and the row "uncompressed": the number of its examples that
     were too short to be compressed."""
     rows: list[dict[str, Any]] = []
-    # An earlier version of kvbench may not have measured a field.
-    means = weighed(group.records, ["variant"], COSTS).reindex(group.labels, columns=list(COSTS))
+    means = weighed(group.records, ["variant"], COSTS).reindex(group.labels)
     for variant in group.variants:
         good = group.good[group.good["variant"] == variant.label]
         uncompressed = good["compressed"].eq(False) & good["saves_memory"].eq(True)

@@ -27,14 +27,12 @@ from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
 from kvbench.report.charts import Chart, vega_script
 from kvbench.report.drawing import Drawn
-from kvbench.report.experiment import Experiment, Group
-from kvbench.report.labels import as_text, words
 from kvbench.report.papers import notes_on
 from kvbench.report.ratios import rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
+from kvbench.report.runs import Experiment, Group, as_text, protocol_of, words
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, is_general, value_text
-from kvbench.report.variants import protocol_of
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"

@@ -32,11 +32,9 @@ from kvbench.report.drawing import (
     stem,
     styled,
 )
-from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.labels import as_text, words
 from kvbench.report.ratios import label_with_ratio, largest_first, rate_texts
+from kvbench.report.runs import BASELINE, Group, Variant, as_text, words
 from kvbench.report.style import style_of
-from kvbench.report.variants import Variant
 
 MOST_PANELS = 16
 MOST_LAYERS = 4

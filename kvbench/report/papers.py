@@ -1,4 +1,4 @@
-"""What an experiment's config says about the paper it reproduces: under ``differs`` how its settings are
+"""How an experiment's config describes the paper it reproduces: under ``differs`` how its settings are
 known to differ, under ``paper_table`` the published table that stands beside it.
 
 Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a list of either:

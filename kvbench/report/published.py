@@ -22,10 +22,9 @@ from pathlib import Path
 import pandas as pd
 
 from kvbench.errors import first_line
-from kvbench.report.experiment import Experiment, Group
 from kvbench.report.frame import AVERAGE, scores
-from kvbench.report.labels import as_text, words
 from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
+from kvbench.report.runs import Experiment, Group, as_text, words
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
 LENGTH = "prompt_tokens"

@@ -31,10 +31,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from kvbench.report.experiment import Group
-from kvbench.report.labels import as_text
+from kvbench.report.runs import Group, Variant, as_text
 from kvbench.report.stats import Estimate, Pair, Scores, differences, paired
-from kvbench.report.variants import Variant
 
 HELD = ["ratio", "cache_bytes"]
 """Record fields of what a method held."""

@@ -3,7 +3,7 @@ answers or prompts that were cut."""
 
 from __future__ import annotations
 
-from kvbench.report.experiment import BASELINE, Experiment, Group
+from kvbench.report.runs import BASELINE, Experiment, Group
 
 
 def remarks(experiment: Experiment) -> list[str]:

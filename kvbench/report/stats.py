@@ -234,13 +234,14 @@ def wilson(p: Array, n: Array) -> tuple[Array, Array]:
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
 
 
-def differences(parts: Sequence[Array], *, reach: float | None) -> list[Estimate]:
+def differences(parts: Sequence[Array], *, reach: float | None, by: float = 0.0) -> list[Estimate]:
     """The mean of each column of paired differences over datasets [units, columns], with its interval
     and its p-value, which are NaN below `FEWEST` units.
 
     Args:
         reach: the largest difference that is possible, where scores are in [0, 1]: the largest score
             seen, since an answer that fails loses all of its score. None for scores without bounds.
+        by: the difference that is tested.
     """
     moments = _moments(parts, None if reach is None else (-reach, reach))
     mean, half = moments.mean, moments.half()
@@ -248,9 +249,9 @@ def differences(parts: Sequence[Array], *, reach: float | None) -> list[Estimate
     if reach is not None:
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = 2 * stdtr(np.maximum(moments.freedom, 1.0), -np.abs(mean) / moments.error)
+        p = 2 * stdtr(np.maximum(moments.freedom, 1.0), -np.abs(mean - by) / moments.error)
     discordant = np.full_like(mean, np.nan)
-    if reach is not None and parts:
+    if reach is not None and parts and not by:
         every = np.concatenate(parts)
         sizes = np.array([(~np.isnan(part)).sum(0) for part in parts])
         right_or_wrong = (np.isnan(every) | np.isin(every, (-1.0, 0.0, 1.0))).all(0)
@@ -357,11 +358,17 @@ def compared(
 
 
 def paired(
-    strata: Sequence[Scores], pairs: Sequence[Pair], *, fraction: bool, share: float = 1.0
+    strata: Sequence[Scores],
+    pairs: Sequence[Pair],
+    *,
+    fraction: bool,
+    share: float = 1.0,
+    by: float = 0.0,
 ) -> list[Estimate]:
     """The difference of each pair, first minus second variant, over the examples that both scored, with
-    p-values that are not adjusted; from this `share` of the second variant's score. Of scores that are
-    no fractions and nowhere negative the ratio (`ratios_of_pairs`)."""
+    p-values that are not adjusted; from this `share` of the second variant's score, tested against the
+    difference `by`. Without one, of scores that are no fractions and nowhere negative, the ratio
+    (`ratios_of_pairs`)."""
     if not pairs:
         return []
     first, second = np.array(pairs).T
@@ -371,8 +378,8 @@ def paired(
     ]
     largest = max(np.nanmax(dataset.values, initial=0.0) for dataset in strata)
     reach = float(largest or 1.0) if fraction else None
-    found = differences(parts, reach=reach)
-    if fraction or is_signed(strata):
+    found = differences(parts, reach=reach, by=by)
+    if fraction or by or is_signed(strata):
         return found
     return ratios_of_pairs(strata, pairs, found)
 

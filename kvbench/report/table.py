@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.labels import words
+from kvbench.report.runs import words
 
 MISSING = "–"
 MARKS = {"incomplete": "†", "tied": "≈", "better": "▲"}

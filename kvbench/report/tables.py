@@ -1,5 +1,5 @@
-"""The tables of scores: the ranking of one model on one task, its splits and pairs, and tables that set
-several models or tasks side by side.
+"""The tables of an experiment: the ranking of one model on one task with the sentence that it says, its
+splits and pairs, the tables of probes, and those that set several models or tasks side by side.
 
 In: groups. Out: `Table`, of their tidy frames (`kvbench.report.frame`).
 """
@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvbench.report.experiment import Group
 from kvbench.report.frame import (
     AVERAGE,
     COSTS,
     compared_strata,
     comparisons,
+    failures_of,
+    failures_text,
+    scores,
     strata_of,
     tidy,
     totals,
 )
-from kvbench.report.labels import natural_order, words
-from kvbench.report.probe_tables import fidelity_table, timing_table
 from kvbench.report.ratios import (
     MORE_THAN,
     RATIO_AT_95,
     at_rate,
     headings,
     held_by,
+    largest_first,
+    mean_over_rates,
+    measures_several_rates,
     rate_in_title,
+    rate_text,
     rate_texts,
     ratios_of,
     too_few_for_95,
 )
-from kvbench.report.stats import FEWEST, NOTHING
+from kvbench.report.runs import BASELINE, Group, as_text, natural_order, words
+from kvbench.report.stats import FEWEST, NOTHING, median_of
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -57,33 +62,46 @@ from kvbench.report.table import (
     number,
     p_text,
     score_format,
+    size,
     unit_text,
     whole,
     wide,
     with_values,
 )
-from kvbench.report.verdicts import headlines, verdict
 
 MOST_WITH_INTERVALS = 4
 """A table with more columns than this shows intervals for the average only."""
 MOST_PAIRS = 15
 """Of more pairs than this, a table shows those with the best method."""
+MOST_RATES = 3
+"""Rates that a verdict speaks of: the lowest ones."""
+MOST_NAMES = 4
+"""Methods that a list of a verdict names; it counts the others."""
+_MEDIANS = {
+    "prefill_compress_s_over_exact": "prefill_ratio",
+    "tokens_per_s": "tokens_per_s",
+    "tokens_per_s_over_exact": "speedup",
+    "decode_tokens_per_s": "decode_tokens_per_s",
+    "decode_tokens_per_s_over_exact": "decode_speedup",
+}
+"""Columns of a throughput probe's table that are medians over runs, each with its record field."""
+_MEANS = ("peak_bytes", "cache_bytes", "ratio")
+"""Columns that are means over runs."""
+_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio", "ratio")
+"""Record fields of a fidelity probe; agreement is a fraction."""
 
 
 def tables_of(group: Group) -> list[Table]:
     """The tables of one model and task; its section of the page begins with the first."""
     fields = [name for name in tidy(group)["by"].unique() if name not in ("dataset", "")]
-    split = [split_table(group, name) for name in fields]
-    ranking = score_table(group)
+    tables = [score_table(group)]
     if group.meta.kind == "throughput":
-        return [timing_table(group), ranking, *split, *_splits(group, fields)]
-    tables = [ranking]
-    if group.meta.kind == "fidelity" and "kl" in group.records:
-        tables.append(fidelity_table(group))
-    pairs = pairs_table(group)
-    if pairs is not None:
-        tables.append(pairs)
-    return tables + split + _splits(group, fields)
+        tables.insert(0, timing_table(group))
+    else:
+        if group.meta.kind == "fidelity" and "kl" in group.records:
+            tables.append(fidelity_table(group))
+        tables += filter(None, [pairs_table(group)])
+    return [*tables, *(split_table(group, name) for name in fields), *_splits(group, fields)]
 
 
 def score_table(group: Group) -> Table:
@@ -322,11 +340,12 @@ def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) ->
 
 def overview_tables(groups: Sequence[Group]) -> list[Table]:
     """What an experiment of several tasks, rates or models says, which stands at the top of the page and
-    of the terminal: methods by tasks, else by rates, else by models, with the ratios that are enough.
+    of the terminal: for each protocol and model its methods by tasks, else by rates, with the ratios
+    that are enough; of models that have one task and rate in common, methods by models.
 
-    None of one model on one task at one rate, whose ranking says it all; tables for each model where
-    there are several of everything. Methods without a rate (the exact cache) stand above the others,
-    which are best first: by the ratio that is enough, then by the score.
+    None of one model on one task at one rate, whose ranking says it all. Methods without a rate (the
+    exact cache) stand above the others, which are best first: by the ratio that is enough, then by the
+    score.
     """
     groups = [group for group in groups if len(totals(tidy(group)))]
     protocols = list(dict.fromkeys(group.protocol for group in groups if group.protocol))
@@ -338,104 +357,89 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         ]
     rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
     several = [key for key in ("task", "at", "model") if key in rows and rows[key].nunique() > 1]
-    if len(several) == 3:
+    if "model" in several[1:]:
         of_models = itertools.groupby(groups, key=lambda group: group.model)
         return [table for _, of_model in of_models for table in overview_tables(list(of_model))]
     if not several:
         return []
-    across, meta = several[0], groups[0].meta
+    across, first = several[0], groups[0]
     texts = rate_texts(*groups)
-    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
     order_of = {at: place for place, at in enumerate(texts)}
     rows = rows.assign(place=rows["at"].map(order_of).fillna(-1.0))
     if across == "at":  # what has no rate has the same score at each
         rates = [at for at in texts if at in set(rows["at"])]
-        columns = [Column(at, texts[at], score_format(meta.score_unit)) for at in rates]
+        columns = [Column(at, texts[at], score_format(first.meta.score_unit)) for at in rates]
         above = [rows[rows["at"].isna()].assign(at=at) for at in rates]
-        rows = pd.concat([*above, rows.dropna(subset="at").assign(place=0.0)])
-        rows = rows.assign(group="")
+        rows = pd.concat([*above, rows.dropna(subset="at").assign(place=0.0)]).assign(group="")
     else:
-        by_key: dict[str, Column] = {}
-        for group in groups:
-            unit, heading = group.meta.score_unit, ""
-            if across == "task":
-                better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-                heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
-            key = group.task if across == "task" else group.model
-            by_key[key] = Column(key, heading, score_format(unit))
-        columns = list(by_key.values())
+        columns = [_overview_column(group, across) for group in groups]
         rows = rows.assign(group=headings(rows["at"].fillna(""), texts))
-    if "model" in several[1:]:
-        rows = rows.assign(group=rows["model"])
-    keys = [key for key in ("model", "group", "place", "method", "variant") if key != across]
-    scored = [column.key for column in columns]
+    keys = ["group", "place", "method", "variant"]
+    scored = list(dict.fromkeys(column.key for column in columns))
     table = wide(rows, keys, across).dropna(subset=scored, how="all")
     # A method that lacks a score at one of the rates stands below the others.
-    every = table[scored].mean(axis=1, skipna=False)
-    first = every if across == "at" else table[scored[0]]
-    table = table.assign(loss=first if meta.lower_is_better else -first)
+    loss = table[scored].mean(axis=1, skipna=False) if across == "at" else table[scored[0]]
+    table = table.assign(loss=loss if first.meta.lower_is_better else -loss)
     order = ["place", "loss"]
+    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
     if across != "at":
         table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
         columns.append(Column("ratio", f"ratio, mean of {across}s", number))
     elif len(enough):
-        named = {"mean": RATIO_AT_95} | {
-            end: f"{RATIO_AT_95}_{end}" for end in ("low", "high", "mark")
+        ends = {
+            f"{RATIO_AT_95}{end}": f"{end[1:] or 'mean'}" for end in ("", "_low", "_high", "_mark")
         }
-        found = enough.set_index(["model", "variant"])[[*named]].rename(columns=named)
-        table = table.join(found, on=["model", "variant"])
-        missed = table[f"{RATIO_AT_95}_mark"].eq(MORE_THAN)
-        table = table.assign(enough=table[RATIO_AT_95].where(~missed, np.inf))
+        named = enough.set_index("variant")[[*ends.values()]].set_axis([*ends], axis=1)
+        table = _missed_last(table.join(named, on="variant"), ENOUGH_COLUMN)
         columns.append(ENOUGH_COLUMN)
-        order.insert(1, "enough")
+        order.insert(1, f"{RATIO_AT_95}_order")
     table = table.sort_values(order, kind="stable")
-    model = "" if "model" in several else groups[0].model
-    task = "" if across == "task" else groups[0].task
-    what = " on ".join(filter(None, [task, model])) or "all models"
-    under = next((group.protocol_in_title for group in groups if group.protocol_in_title), "")
-    shows = "all tasks" if across == "task" else f"score{unit_text(meta.score_unit)}"
+    model = "" if across == "model" else first.model
+    task = "" if across == "task" else first.task
+    shows = "all tasks" if across == "task" else f"score{unit_text(first.meta.score_unit)}"
+    what = " on ".join(filter(None, [task, model]))
     shown = with_values(table, (METHOD, *columns))
     lower = across == "task" and any(group.meta.lower_is_better for group in groups)
+    answer = verdict(first).splitlines()
+    if len(groups) > 1:
+        answer = [_headline(group, across) for group in groups]
     tables = [
         Table(
             f"overview-{model}" if model else "overview",
-            f"{what}{under}: {shows}",
+            f"{what}{first.protocol_in_title}: {shows}",
             table,
             shown,
             (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),
             kind="overview",
-            answer=_answer(groups, several),
+            answer=tuple(filter(None, answer)),
         )
     ]
     if across == "task" and len(enough):
         table = wide(enough, ["method", "variant"], "task")
         tasks = [replace(ENOUGH_COLUMN, key=name, heading=name) for name in enough["task"].unique()]
-        for column in tasks:  # behind all others, whatever number it has missed at
-            missed = table[f"{column.key}_mark"].eq(MORE_THAN)
-            table[f"{column.key}_order"] = table[column.key].where(~missed, np.inf)
+        for column in tasks:
+            table = _missed_last(table, column)
         table = table.sort_values([f"{column.key}_order" for column in tasks], kind="stable")
-        tables.append(
-            Table(
-                f"{tables[0].name}-{RATIO_AT_95}",
-                f"{model}: {ENOUGH_COLUMN.name}",
-                table,
-                (METHOD, *tasks),
-                (*legend(table, tasks), ENOUGH),
-                kind="overview",
-            )
-        )
+        title = f"{model}: {ENOUGH_COLUMN.name}"
+        notes = (*legend(table, tasks), ENOUGH)
+        name = f"{tables[0].name}-{RATIO_AT_95}"
+        tables.append(Table(name, title, table, (METHOD, *tasks), notes, kind="overview"))
     return tables
 
 
-def _answer(groups: Sequence[Group], several: Sequence[str]) -> tuple[str, ...]:
-    if len(groups) == 1:
-        return tuple(verdict(groups[0]).splitlines())
-    lines = []
-    for group in groups:
-        names = {"task": group.task, "model": group.model}
-        name = " on ".join(text for key, text in names.items() if key in several)
-        lines += headlines(group, name)
-    return tuple(lines)
+def _overview_column(group: Group, across: str) -> Column:
+    unit, heading = group.meta.score_unit, ""
+    if across == "task":
+        better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
+        heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
+    return Column(group.task if across == "task" else group.model, heading, score_format(unit))
+
+
+def _missed_last(table: pd.DataFrame, column: Column) -> pd.DataFrame:
+    """With the order of a column of ratios that are enough: what is not enough at any rate is last,
+    whatever number it has missed at."""
+    missed = table[f"{column.key}_mark"].eq(MORE_THAN)
+    return table.assign(**{f"{column.key}_order": table[column.key].where(~missed, np.inf)})
 
 
 def _overview_rows(group: Group) -> pd.DataFrame:
@@ -553,3 +557,213 @@ def pairs_table(group: Group) -> Table | None:
         tuple(notes),
         in_percent(data, ["difference", "difference_low", "difference_high"]),
     )
+
+
+def timing_table(group: Group) -> Table:
+    """What a throughput probe measured, a row per setting and variant: minimum and median seconds,
+    medians of tokens per second, means of bytes. A setting is a number of prompt and new tokens, and a
+    batch and rate where the probe was asked for several."""
+    records = group.records
+    asked = [c for c in ("asked_new_tokens", "asked_batch", "asked_rate") if c in records]
+    rows = []
+    for key, at in records.groupby(["prompt_tokens", *asked], sort=True, dropna=False):
+        for variant in group.variants:
+            part = at[at["variant"] == variant.label]
+            if part.empty:
+                continue
+            good = part[part["status"] == "ok"]
+            fields = [*_MEDIANS.values(), *_MEANS, "batch", "new_tokens", "decode_s", "score"]
+            measured = good.reindex(columns=fields).apply(pd.to_numeric)
+            rate = measured["new_tokens"] / measured["decode_s"]
+            measured["tokens_per_s"] = measured["tokens_per_s"].fillna(measured["score"])
+            measured["decode_tokens_per_s"] = measured["decode_tokens_per_s"].fillna(rate)
+            measured["prefill_compress_s"] = good["prefill_s"] + good["compress_s"].fillna(0.0)
+            named = dict(zip(["prompt_tokens", *asked], key, strict=True))
+            row: dict[str, Any] = {"method": variant.method, "variant": variant.label}
+            row |= {
+                "prompt_and_new_tokens": _setting(named, good),
+                "batch": measured["batch"].mean(),
+            }
+            for name in ("prefill_compress_s", "decode_s"):
+                row |= {f"{name}_min": measured[name].min(), name: measured[name].median()}
+            for name, field in _MEDIANS.items():
+                row |= median_of(measured[field]).named(name)
+            row |= dict(measured[list(_MEANS)].mean())
+            rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
+    frame = pd.DataFrame(rows)
+    columns = (
+        METHOD,
+        Column("prompt_and_new_tokens", "prompt + new"),
+        Column("batch", text=number),
+        Column("prefill_compress_s", "prefill s", number),
+        Column("prefill_compress_s_over_exact", "prefill x", number),
+        Column("decode_s", "decode s", number),
+        Column("tokens_per_s", "tokens/s", number),
+        Column("tokens_per_s_over_exact", "tokens/s x", number),
+        Column("decode_tokens_per_s", "decode tokens/s", number),
+        Column("decode_tokens_per_s_over_exact", "decode x", number),
+        Column("peak_bytes", "peak", size),
+        Column("cache_bytes", "cache", size),
+        Column("ratio", text=number),
+        Column("runs", text=whole),
+        Column("failures", "failed"),
+    )
+    return Table(
+        f"{group.task}-{group.model}-timing",
+        f"{group.task} on {group.model}: medians over runs",
+        frame,
+        with_values(frame, columns),
+        (
+            "Every method has a prefill of its own, whose seconds include compression. tokens/s: the"
+            " batch's new tokens divided by the seconds of prefill and decoding; decode tokens/s: by"
+            " those of decoding alone. x: divided by the exact cache's value in the same run. [low,"
+            " high]: 95 % confidence intervals of medians (order statistics), from six runs on. peak:"
+            " memory allocated on the GPU; on a CPU that of the whole process.",
+        ),
+        frame,
+    )
+
+
+def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
+    new = asked.get("asked_new_tokens", records["new_tokens"].max())
+    text = f"{as_text(asked['prompt_tokens'])} + {as_text(new) if new == new else '?'}"
+    batch, rate = asked.get("asked_batch", "1"), asked.get("asked_rate")
+    text += f", batch {batch}" if batch != "1" else ""
+    return text if rate is None or rate != rate else f"{text}, rate {rate}"
+
+
+def fidelity_table(group: Group) -> Table:
+    """Every distance from the exact model, averaged over prompts, by rate; with the same intervals as in
+    every other table."""
+    records, by = group.records, "rate" if "rate" in group.records else "dataset"
+    parts: list[Any] = []
+    for name in _DISTANCES:
+        meta = replace(group.meta, score_unit="fraction" if name == "agreement" else "")
+        rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
+        rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
+        ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
+        parts.append(ends)
+    whole_prompts = records.assign(value=records[by].map(as_text), all=1)
+    kept = whole_prompts.groupby(["value", "method", "variant"])[["compressed", "all"]].sum()
+    parts.append(
+        (kept["compressed"].map(int).map(str) + "/" + kept["all"].map(str)).rename("compressed")
+    )
+    frame = pd.concat(parts, axis=1).drop(columns=["ratio_low", "ratio_high"]).reset_index()
+    frame = frame.sort_values(
+        "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
+    )
+    value = frame.pop("value")
+    frame["group"] = "rate " + value if by == "rate" else ""
+    shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
+    about = {"model": group.model, "task": group.task, "compress_after": group.protocol}
+    data = frame.assign(**about, **shares)
+    if by == "rate":
+        frame["group"] = headings(pd.to_numeric(value).map(at_rate), rate_texts(group))
+    return Table(
+        f"{group.task}-{group.model}-fidelity",
+        f"{group.task} on {group.model}{group.protocol_in_title}: distance from the exact model, per"
+        " token",
+        frame,
+        (
+            METHOD,
+            Column("kl", "KL, nats", number),
+            Column("max_kl", "max KL, nats", number, bounds=False),
+            Column("agreement", "same top token, %", score_format("fraction")),
+            Column("difference", "Δ NLL, nats", score_format("", signed=True)),
+            Column("perplexity_ratio", "perplexity ratio", number),
+            Column("ratio", text=number),
+            Column("compressed"),
+        ),
+        (
+            "Every method reads the same continuation, token by token. KL: the Kullback-Leibler"
+            " divergence KL(exact || method) of the next-token distributions. NLL: negative"
+            " log-likelihood of the continuation; Δ: the method's minus the exact cache's.",
+        ),
+        data,
+    )
+
+
+def verdict(group: Group) -> str:
+    """A line for each of the lowest rates, made of the marks and intervals of the total scores; empty
+    where methods are not compared by a score."""
+    if group.meta.kind == "throughput":
+        return ""
+    return "\n".join(_at_rates(group)[-MOST_RATES:])
+
+
+def _headline(group: Group, across: str) -> str:
+    """The verdict at the middle rate, behind the name of the task or model; empty without one."""
+    name = group.task if across == "task" else group.model
+    lines = _at_rates(group)
+    said = [f"{name}: {line[0].lower()}{line[1:]}" for line in lines[(len(lines) - 1) // 2 :][:1]]
+    return "".join(said)
+
+
+def _at_rates(group: Group) -> list[str]:
+    """A line on the methods at each rate, the largest first."""
+    by_rate = sorted(
+        group.peers, key=lambda peers: largest_first(group.variants[peers[0]].at or "rate 0")
+    )
+    frame = tidy(group)
+    total = totals(frame)
+    change = pd.concat([totals(frame, measure) for measure in ("difference", "times")])
+    lines = []
+    for peers in by_rate:
+        scored = total.reindex([group.labels[i] for i in peers]).dropna(subset=["mean"])
+        if len(scored):
+            scored = scored.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
+            at, where = group.variants[peers[0]].at, ""
+            if at and measures_several_rates(group):
+                where = f"{mean_over_rates(group).capitalize()}: "
+            elif at:
+                ratios = ratios_of(group, [group.labels[i] for i in peers])["ratio"]
+                where = f"At {rate_text(at, ratios)}: "
+            lines.append(where + _verdict_on(group, scored, change))
+    return lines
+
+
+def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str:
+    """The line on the methods of one rate, without the rate: `scored` are their totals, best first."""
+    marked: dict[str, list[str]] = {"best": [], "tied": [], "better": [], "worse": []}
+    for label, marks in scored["mark"].items():
+        for word in set(marks.split()) & set(marked):
+            marked[word].append(str(label))
+    first = marked["best"][0] if marked["best"] else str(scored.index[0])
+    text = score_format(group.meta.score_unit)
+    signed = score_format(group.meta.score_unit, signed=True)
+    score, units = text(scored["mean"][first]), int(scored["units"].max())
+    apart = marked["better"] + marked["worse"]
+    same = [str(label) for label, mean in scored["mean"].items() if text(mean) == score]
+    equal = [first, *(label for label in same if label not in (first, *apart))]
+    unit = "%" if group.percent else words(group.meta.score_unit)
+    line = f"{_named(group, equal)} {'has' if len(equal) == 1 else 'have'} {score} {unit}"
+    line += f" ({units} prompts)"
+    if units < FEWEST:
+        return f"{line}: too few prompts to say more."
+    if first in change.index and not math.isnan(change["low"][first]):
+        is_ratio = change["measure"][first] == "times"
+        written = number if is_ratio else signed
+        low, value, high = (written(change[key][first]) for key in ("low", "mean", "high"))
+        interval = f" [{low}, {high}]" if len(equal) == 1 else ""
+        against = "times that of" if is_ratio else "against"
+        line += f", {value}{interval} {against} {group.baseline_name or BASELINE}"
+    alike = [label for label in marked["best"] + marked["tied"] if label not in equal]
+    for heading, labels in (
+        ("significantly better", marked["better"]),
+        ("not significantly different", alike),
+        ("significantly worse", marked["worse"]),
+    ):
+        line += f"; {heading}: {_named(group, labels)}" if labels else ""
+    return f"{line}."
+
+
+def _named(group: Group, labels: Sequence[str]) -> str:
+    return listed([group.names[label] for label in labels])
+
+
+def listed(names: Sequence[str]) -> str:
+    """At most `MOST_NAMES` names in a sentence, and how many others there are."""
+    *some, last = names
+    if len(names) > MOST_NAMES:
+        some, last = list(names[:MOST_NAMES]), f"{len(names) - MOST_NAMES} more"
+    return f"{', '.join(some)} and {last}" if some else last

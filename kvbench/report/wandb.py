@@ -32,9 +32,7 @@ from markupsafe import escape
 from kvbench.errors import first_line
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import Run
-from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.frame import tidy, totals
-from kvbench.report.labels import as_text, words
 from kvbench.report.ratios import (
     MORE_THAN,
     RATIO_AT_95,
@@ -42,7 +40,7 @@ from kvbench.report.ratios import (
     rate_text,
     weighed,
 )
-from kvbench.report.variants import prompt_seed
+from kvbench.report.runs import BASELINE, Group, as_text, group_runs, prompt_seed, words
 
 if TYPE_CHECKING:
     import wandb  # slow to import, and needed only where something is logged

@@ -19,7 +19,7 @@ from kvbench.report.wandb import OVERVIEW, log_runs
 if TYPE_CHECKING:
     import wandb_workspaces.reports.v2 as wr
 
-    from kvbench.report.experiment import Experiment
+    from kvbench.report.runs import Experiment
 
 SEND_S = 600.0
 """Seconds that sending for a report may take."""
@@ -60,7 +60,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
     from kvbench.report.__main__ import in_a_line
-    from kvbench.report.experiment import load_experiment
+    from kvbench.report.runs import load_experiment
 
     parser = argparse.ArgumentParser(
         prog="python -m kvbench.report.wandb_report", description=__doc__

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from _item import COMMENT, RunNote, means_of, write_item_page
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
@@ -48,7 +49,6 @@ from kvbench.kv import LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.base import encoded_prompts
-from kvbench.report.item import COMMENT, RunNote, means_of, write_item_page
 from kvbench.report.papers import paper_folders
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
@@ -193,7 +193,7 @@ class Run(SimpleNamespace):
         log: bool = False,
         part: str = "",
     ) -> None:
-        """Write the rows and what is made of them: see `kvbench.report.item.RunNote` for the columns,
+        """Write the rows and what is made of them: see `_item.RunNote` for the columns,
         `write` for `fit` and `log`; `part` names the second table of a run, and its files."""
         command = shlex.join(["python", *sys.argv])
         note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")

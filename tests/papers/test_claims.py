@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def test_a_verdict_is_that_of_the_rule(
 ) -> None:
     comparison = SIDES | more
     values = SCRIPT["values_of_units"](rows(gains), comparison)
-    differences = SCRIPT["differences_to_each"](values, comparison)["b"]
-    assert differences.shape == (12, len(gains))
-    decision = SCRIPT["verdict_on"](differences.to_numpy(), comparison)
+    sides = SCRIPT["sides_to_each"](values, comparison)
+    assert [one.shape for one in sides["b"]] == [(12, len(gains))] * 2
+    (decision,) = SCRIPT["verdicts_on"](list(sides.values()), comparison)
     assert decision.verdict == verdict
     assert (decision.more is not None) == (verdict == "cannot be told")
 
@@ -65,7 +66,31 @@ def test_a_verdict_is_that_of_the_rule(
 @pytest.mark.parametrize("side", ["below", "above"])
 @pytest.mark.parametrize("more", [{}, {"fraction": True}], ids=["", "fraction"])
 def test_answers_that_are_all_alike_bear_out_nothing(side: str, more: dict[str, Any]) -> None:
-    assert SCRIPT["verdict_on"](np.zeros((12, 1)), {"side": side} | more).verdict != "holds"
+    zeros = pd.DataFrame(np.zeros((12, 1)))
+    (decision,) = SCRIPT["verdicts_on"]([(zeros, zeros)], {"side": side} | more)
+    assert decision.verdict == "cannot be told"
+
+
+def test_a_claim_is_decided_as_a_table_marks_its_methods() -> None:
+    """Five of 30 prompts lost and none won: McNemar's p is .0625, where the t test's is below .05. Two
+    methods of errors of very different size are told apart by their ratio. Of ten cells at p = .02 each,
+    none is significant."""
+    one = pd.DataFrame(np.ones((30, 1)))
+    lost = one.where(one.index.to_series() >= 5, 0.0, axis=0)
+    (decision,) = SCRIPT["verdicts_on"]([(lost, one)], {"fraction": True})
+    assert decision.verdict == "cannot be told"
+    rng = np.random.default_rng(0)
+    errors = pd.DataFrame(rng.lognormal(0, 1.5, (12, 1)))
+    (decision,) = SCRIPT["verdicts_on"]([(errors, 12 * errors)], {})
+    assert (decision.verdict, decision.difference.times) == ("holds", True)
+    assert decision.difference.value == pytest.approx(1 / 12)
+    for cells, verdict in ((1, "holds"), (10, "cannot be told")):
+        gains = rng.normal(size=(20, 1))
+        gains = (gains - gains.mean()) / gains.std(ddof=1)
+        same = pd.DataFrame(np.tile(gains - 0.6, (1, cells)))
+        # the mean over cells alone would be significant: ask for the cells
+        (decision,) = SCRIPT["verdicts_on"]([(same, same * 0)], {})
+        assert decision.held == (cells if verdict == "holds" else 0)
 
 
 def test_a_slope_is_compared_with_a_target_and_a_factor_multiplies_what_is_subtracted() -> None:
@@ -76,13 +101,12 @@ def test_a_slope_is_compared_with_a_target_and_a_factor_multiplies_what_is_subtr
     )
     comparison = {"value": "error", "slope": "held", "first": "a", "target": -0.5}
     slopes = SCRIPT["values_of_units"](frame, comparison)
-    (differences,) = SCRIPT["differences_to_each"](slopes, comparison).values()
-    assert differences.abs().max().max() < 1e-12
+    ((found, target),) = SCRIPT["sides_to_each"](slopes, comparison).values()
+    assert (found - target).abs().max().max() < 1e-12
     values = pd.DataFrame({"a": [4.0, 5.0], "b": [2.0, 2.0], "c": [3.0, 3.0]})
-    times = SCRIPT["differences_to_each"](
-        values, {"first": "a", "against": ["b", "c"], "factor": 1.25}
-    )
-    assert times["1.25 b"].iloc[:, 0].tolist() == [1.5, 2.5]
+    times = SCRIPT["sides_to_each"](values, {"first": "a", "against": ["b", "c"], "factor": 1.25})
+    first, other = times["1.25 b"]
+    assert (first - other).iloc[:, 0].tolist() == [1.5, 2.5]
 
 
 def test_the_committed_table_says_of_each_claim_what_the_list_says() -> None:
@@ -149,3 +173,13 @@ def test_the_commands_of_runs_are_accepted_and_read_the_texts() -> None:
             word if "[" in word or "{" in word else word.partition(",")[0] for word in words[3:]
         ]
         assert refusal_of([word for word in first_of_sweep if word != "-m"]) is None, name
+
+
+def test_claims_have_a_page(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "results" / "claims" / "claims.csv", tmp_path)
+    rows = pd.read_csv(tmp_path / "claims.csv")
+    text = SCRIPT["write_page"](tmp_path).read_text()
+    assert text.count('<tbody data-group="">') == 1, "one table of verdicts"
+    assert text.count('<tr class="part">') == rows["id"].nunique()
+    for claim in rows["id"].unique():
+        assert f"<td>{claim}</td>" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.probing import SYNTHETIC
+from support.report_runs import write_run
 from support.tiny import tiny_model
 
 from kvbench.cli.items import paper_items
@@ -35,10 +37,12 @@ import lower_bound  # noqa: E402
 import neuron_dropping  # noqa: E402
 import neuron_overlap  # noqa: E402
 import norms  # noqa: E402
+import self_bleu  # noqa: E402
 import softmax_discrepancy  # noqa: E402
 import subgen_clusters  # noqa: E402
 import walk_discrepancy  # noqa: E402
 from _common import Run  # noqa: E402
+from _item import RunNote, write_item_page  # noqa: E402
 from attention_mass import sorted_mass  # noqa: E402
 
 ITEMS = {name: item for name, item in paper_items().items() if item.script}
@@ -300,3 +304,39 @@ def test_caption_metrics_by_hand() -> None:
     scores = _captions.bleu(["the the the"], [["the disc", "the the wall"]])
     assert scores == pytest.approx([2 / 3, (2 / 3 * 1 / 2) ** 0.5, 0.0, 0.0])
     assert _captions.bleu([""], [["a disc"]]) == [0.0] * 4
+
+
+def test_self_bleu_is_1_for_answers_that_are_alike_and_stands_beside_the_published(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method, ending in (("exact", "home"), ("h2o", "")):
+        texts = ["the dog ran off", f"the dog ran off {ending}".strip()]
+        records = [{"example_id": f"e{i}", "prediction": text} for i, text in enumerate(texts)]
+        of_xsum = [record | {"dataset": "xsum", "score": 1.0} for record in records]
+        write_run(tmp_path, method=method, records=of_xsum)
+    self_bleu.main(str(tmp_path / "demo"))
+    table = pd.read_csv(tmp_path / "demo" / "self_bleu.csv").set_index("method")
+    assert table["self_bleu"]["h2o"] == 1.0
+    assert table["self_bleu"]["exact"] < 1.0
+    assert dict(table["published"]) == {"exact": 0.0057, "h2o": 0.0051}
+    with pytest.raises(UserError, match="two or more"):
+        self_bleu.self_bleu(["the dog ran off"])
+
+
+def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_paper_printed(
+    tmp_path: Any,
+) -> None:
+    note = RunNote("a model", "make it", y="error", x="rate", by="method", panel="layer")
+    rows = [
+        {"layer": 1, "rate": rate, "method": method, "error": 1.0}
+        for rate in (0.5, 0.25)
+        for method in ("uniform", "balancekv")
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "run.csv", index=False)
+    (tmp_path / "run.png").touch()
+    note.write(tmp_path / "run")
+    about: Any = {"title": "balancekv_table1", "paper": "", "shows": "", "differs": []}
+    text = write_item_page(tmp_path, **about).read_text()
+    heads = re.findall('<button type="button">(.*?)</button>', text)
+    assert heads[:4] == ["layer", "rate", "uniform", "balancekv"]
+    assert "balancekv_table1, as printed" in text

@@ -25,8 +25,9 @@ from support.paths import ROOT
 from support.report_runs import ERROR_META, error_records, lines_records, write_demo, write_run
 
 from kvbench.report.build import build_report
-from kvbench.report.claims_page import write_claims_page
+from kvbench.report.compare import compare, write_comparison
 from kvbench.report.page import write_index
+from kvbench.report.runs import load_experiment
 
 AXE = Path(os.environ.get("KVBENCH_AXE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -79,7 +80,7 @@ def run_in(page: Path, scripts: Sequence[str], *options: str) -> tuple[Any, list
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of several tasks and rates, one of claims, and the page that links them."""
+    """A page of several tasks and rates, a comparison, and the page that links experiments."""
     results = tmp_path_factory.mktemp("results")
     folder = write_demo(results, ("exact", "snapkv", "h2o", "balancekv", "uniform"))
     for rate in (0.5, 0.125):
@@ -88,18 +89,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             write_run(
                 results, task="longeval_lines", method=method, records=records, options=options
             )
-    claims = results / "claims"
-    claims.mkdir()
-    shutil.copy(ROOT / "results" / "claims" / "claims.csv", claims)
     for method in ("exact", "uniform", "balancekv", "attention_matching_turboquant"):
         errors: Any = {"records": error_records(method), "task_meta": ERROR_META}
         write_run(results, experiment="errors", task="layer_error", method=method, **errors)
-    return {
+    pages = {
         "report": build_report(folder).page,
         "errors": build_report(results / "errors").page,
-        "claims": write_claims_page(claims),
-        "index": write_index([folder, claims]),
+        "index": write_index([folder, results / "errors"]),
     }
+    compared = compare(load_experiment(folder), load_experiment(folder))
+    return pages | {"compare": write_comparison(compared, results / "compare")[0]}
 
 
 RUN_AXE = """
@@ -113,14 +112,14 @@ OPEN_ALL = 'for (const one of document.querySelectorAll("details")) one.open = t
 
 @pytest.mark.skipif(not AXE.is_file(), reason="no axe-core (npm install --no-save axe-core)")
 @pytest.mark.parametrize("look", [(), (DARK,), ("--window-size=390,844",)], ids=["", "dark", "390"])
-@pytest.mark.parametrize("name", ["report", "claims", "index"])
+@pytest.mark.parametrize("name", ["report", "compare", "index"])
 def test_axe_finds_nothing(pages: dict[str, Path], name: str, look: tuple[str, ...]) -> None:
     scripts = [OPEN_ALL, AXE.read_text(), RUN_AXE]
     found, _ = run_in(pages[name], scripts, *look)
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["report", "claims", "index"])
+@pytest.mark.parametrize("name", ["report", "compare", "index"])
 def test_a_page_makes_no_request_and_logs_nothing(pages: dict[str, Path], name: str) -> None:
     script = """document.body.dataset.found = JSON.stringify(
       performance.getEntriesByType("resource").map((one) => one.name)

@@ -17,7 +17,7 @@ from support.tables import heads, shown
 from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
 from kvbench.report.compare import Comparison, compare
-from kvbench.report.experiment import load_experiment
+from kvbench.report.runs import load_experiment
 
 Values = Mapping[str, Sequence[float | None]]
 

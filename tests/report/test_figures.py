@@ -25,9 +25,9 @@ from support.tables import group_of
 
 from kvbench.records.figures import Heatmap, figures_in
 from kvbench.report.drawing import Drawn, forest
-from kvbench.report.experiment import Group
 from kvbench.report.figures import RULE_OF_COLOURS, figures_of, memory_rows, pareto
 from kvbench.report.panels import grid_of, heatmaps
+from kvbench.report.runs import Group
 
 
 def drawn(group: Group) -> dict[str, Drawn]:

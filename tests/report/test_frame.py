@@ -24,14 +24,12 @@ import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report import frame
 from kvbench.report.build import build_report
-from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.figures import memory_rows
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
-from kvbench.report.loading import COLUMNS
 from kvbench.report.page import facts_of
+from kvbench.report.runs import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.table import INTERVAL, LEGEND
-from kvbench.report.tables import overview_tables, pairs_table, score_table
-from kvbench.report.verdicts import verdict
+from kvbench.report.tables import overview_tables, pairs_table, score_table, verdict
 
 
 def group_from(folder: Path, **values: list[float | None]) -> Group:
@@ -447,15 +445,3 @@ def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path)
     again = pd.read_parquet(tmp_path / "records.parquet")
     np.testing.assert_array_equal(again["score"], frame["score"])
     assert list(again["answers"][0]) == frame["answers"][0]
-
-
-def test_sampled_answers_have_their_likeness(tmp_path: Path) -> None:
-    records = [
-        {"example_id": f"e{i}", "score": 1.0, "prediction": "the dog ran off"} for i in range(2)
-    ]
-    for temperature, likeness in ((1.0, 1.0), (0.0, np.nan)):
-        about: Any = {"experiment": f"t{temperature}", "method": "snapkv", "records": records}
-        write_run(tmp_path, options={"sampling": {"temperature": temperature}}, **about)
-        table = tidy(group_of(tmp_path / f"t{temperature}"))
-        means = table[table["measure"] == "self_bleu"]["mean"]
-        assert list(means) == [pytest.approx(likeness, nan_ok=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvbench.report.labels import as_text, natural_order
+from kvbench.report.runs import as_text, natural_order
 
 
 def test_numbers_come_first_then_text_by_the_number_it_begins_with_then_other_text() -> None:

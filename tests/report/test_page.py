@@ -15,7 +15,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from support.paths import ROOT
 from support.report_runs import (
     HOSTILE,
     LINES_META,
@@ -33,10 +32,9 @@ from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.charts import ALL, FIELDS, scores_chart
-from kvbench.report.experiment import load_experiment
 from kvbench.report.frame import tidy, totals
-from kvbench.report.item import RunNote, write_item_page
 from kvbench.report.page import facts_of, how_to_reproduce, sample_of, write_index
+from kvbench.report.runs import load_experiment
 from kvbench.report.wandb_report import main as wandb_main
 
 
@@ -346,25 +344,6 @@ def test_a_file_of_the_user_s_is_not_replaced(
         file.write_text(own)
 
 
-def test_the_page_of_a_script_keeps_the_order_of_its_runs_and_shows_what_the_paper_printed(
-    tmp_path: Path,
-) -> None:
-    note = RunNote("a model", "make it", y="error", x="rate", by="method", panel="layer")
-    rows = [
-        {"layer": 1, "rate": rate, "method": method, "error": 1.0}
-        for rate in (0.5, 0.25)
-        for method in ("uniform", "balancekv")
-    ]
-    pd.DataFrame(rows).to_csv(tmp_path / "run.csv", index=False)
-    (tmp_path / "run.png").touch()
-    note.write(tmp_path / "run")
-    about: Any = {"title": "balancekv_table1", "paper": "", "shows": "", "differs": []}
-    text = write_item_page(tmp_path, **about).read_text()
-    heads = re.findall('<button type="button">(.*?)</button>', text)
-    assert heads[:4] == ["layer", "rate", "uniform", "balancekv"]
-    assert "balancekv_table1, as printed" in text
-
-
 def test_the_device_of_a_page_ran_the_model_and_its_commands_name_no_path_of_that_machine(
     tmp_path: Path,
 ) -> None:
@@ -404,20 +383,6 @@ def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path)
         "layer_error: the cache of each layer by itself; lines: the whole prompt; an answer's first"
         " token is the exact cache's (prompt)"
     )
-
-
-def test_claims_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "claims"
-    folder.mkdir()
-    shutil.copy(ROOT / "results" / "claims" / "claims.csv", folder)
-    rows = pd.read_csv(folder / "claims.csv")
-    assert main([str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
-    text = (folder / "report.html").read_text()
-    assert text.count('<tbody data-group="">') == 1, "one table of verdicts"
-    assert text.count('<tr class="part">') == rows["id"].nunique()
-    for claim in rows["id"].unique():
-        assert f"<td>{claim}</td>" in text
 
 
 FORGED: list[tuple[str, Any]] = [

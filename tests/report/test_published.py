@@ -14,9 +14,9 @@ from support.report_runs import THROUGHPUT_META, write_longbench, write_run
 from support.tables import heads, shown
 
 from kvbench.report.build import build_report
-from kvbench.report.experiment import load_experiment
 from kvbench.report.papers import PaperError, notes_on
 from kvbench.report.published import beside, published_tables
+from kvbench.report.runs import load_experiment
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
 RAW = {"balancekv_figure3", "balancekv_table3", "balancekv_table4", "h2o_table12", "models"}

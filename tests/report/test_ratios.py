@@ -19,8 +19,8 @@ from support.report_runs import (
 from support.tables import group_of, heads
 
 from kvbench.report.build import build_report, tables_to_print
-from kvbench.report.experiment import load_experiment
 from kvbench.report.ratios import rate_in_title, rate_text, rate_texts, ratio_text
+from kvbench.report.runs import load_experiment
 
 NO_RATIO = re.compile(r"rate 0\.\d+(?!\d)(?!, ratio)")
 """A rate without a ratio behind it."""

@@ -13,7 +13,7 @@ from support.tables import data
 from kvbench.cli.results import print_scores
 from kvbench.records.read import EXAMPLES, StoreError, load_run
 from kvbench.records.store import write_examples
-from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.runs import Group, load_experiment
 from kvbench.report.tables import score_table
 
 

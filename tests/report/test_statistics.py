@@ -20,7 +20,6 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
-from kvbench.report.experiment import self_bleu
 from kvbench.report.marks import standing
 from kvbench.report.ratios import crossing, enough, prompts_for_95
 from kvbench.report.stats import (
@@ -344,12 +343,6 @@ def test_an_enough_ratio_has_the_crossings_of_the_bounds_and_says_what_is_beyond
     assert np.isnan(found[1:3]).all()
     found, _ = enough(ratios, [Estimate(-0.2, -0.3, -0.1)] * 3)
     assert np.isnan(found[1:3]).all(), "all of the interval is beyond"
-
-
-def test_a_single_text_has_no_self_bleu_and_two_alike_have_the_highest() -> None:
-    assert np.isnan(self_bleu(["the dog ran off"])).all()
-    assert np.isnan(self_bleu(["word " * 1000] * 100)).all(), "too much to compare"
-    assert self_bleu(["the dog ran off"] * 2) == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 10, 33])

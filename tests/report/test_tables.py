@@ -27,10 +27,9 @@ from support.report_runs import (
 from support.tables import data, group_of, heads, shown
 
 from kvbench.report.build import build_report, tables_to_print
-from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import scores, tidy, totals
-from kvbench.report.probe_tables import fidelity_table, timing_table
 from kvbench.report.render import csv, latex, markdown, terminal
+from kvbench.report.runs import Group, load_experiment
 from kvbench.report.table import (
     DIFFERENCE,
     INTERVAL,
@@ -43,8 +42,7 @@ from kvbench.report.table import (
     number,
     value_text,
 )
-from kvbench.report.tables import overview_tables, tables_of
-from kvbench.report.verdicts import verdict
+from kvbench.report.tables import fidelity_table, overview_tables, tables_of, timing_table, verdict
 
 TABLE = Table(
     "a_name",
@@ -212,7 +210,7 @@ def test_a_task_has_its_scores_and_costs(tmp_path: Path) -> None:
 def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
     lines = verdict(group).splitlines()
-    assert len(lines) == 3, "three rates; fifty prompts cannot tell the ratio that is enough"
+    assert len(lines) == 3, "three rates"
     assert lines[1] == (
         "At rate 0.25, ratio 0.37: snapkv has 72.0 % (50 prompts), −20.0 [−32.5, −7.5] against exact;"
         " not significantly different: balancekv; significantly worse: uniform."
@@ -253,10 +251,6 @@ def test_several_rates_are_one_table_that_ends_with_the_ratio_that_is_enough(
     assert list(rows) == ["exact", "snapkv", "h2o"]
     assert rows["h2o"][3].startswith(">0.500 [")
     assert rows["exact"][2:] == [rows["exact"][0], MISSING], "it is the same at each rate"
-    assert table.answer[-1] == (
-        "95 % of the exact cache's score is kept from ratio 0.300 [0, 0.459] on by snapkv; it is not"
-        " kept within these rates by h2o."
-    )
     narrow = " ".join(printed(table, width=72))
     assert " 0.300 [0, 0.459]" in narrow, "the last column's interval is the last to go"
     assert rows["snapkv"][0] not in narrow
@@ -298,7 +292,6 @@ def test_what_keeps_no_share_of_a_score_has_no_ratio_that_is_enough(
             write_scores(tmp_path, {method: [score] * 80}, **how)
     group = group_of(tmp_path / "demo")
     assert not len(totals(tidy(group), "ratio_at_95"))
-    assert "95 %" not in verdict(group)
 
 
 def test_several_models_stand_side_by_side(tmp_path: Path) -> None:

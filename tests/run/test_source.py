@@ -25,7 +25,7 @@ from kvbench.methods.base import Method
 from kvbench.records.aside import _why, aside_of, lines_of
 from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
-from kvbench.report.experiment import load_experiment
+from kvbench.report.runs import load_experiment
 from kvbench.run import source
 from kvbench.run.runner import run_job
 

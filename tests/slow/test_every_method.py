@@ -15,7 +15,7 @@ from support.tables import heads, shown
 
 from kvbench.catalogue import files_of
 from kvbench.report.build import tables_to_print
-from kvbench.report.experiment import load_experiment
+from kvbench.report.runs import load_experiment
 from kvbench.report.table import Table
 from kvbench.run.runner import run_job
 

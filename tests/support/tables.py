@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import scores, totals
+from kvbench.report.runs import Group, load_experiment
 from kvbench.report.table import Table
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.labels import words
 from kvbench.report.page import PAGE, html
 from kvbench.report.papers import HEADING, paper_folders
 from kvbench.report.render import PAGE_MARK, write_text
+from kvbench.report.runs import words
 from kvbench.report.table import Column, Table, number
 
 COMMENT = "#"
