@@ -177,7 +177,7 @@ site: setup ## a folder for a static host: experiments, methods, the Python inte
 	$(BIN)/python scripts/build_site.py $(SITE) $(REPORTS)
 
 wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=runs/demo
-	$(BIN)/python -m kvbench.report.wandb_report $(REPORTED)
+	$(BIN)/python -m kvbench.report.wandb $(REPORTED)
 
 notebook: setup ## run scripts/quickstart.ipynb and keep what it prints
 	OMP_NUM_THREADS=1 TQDM_DISABLE=1 PYTHONWARNINGS="ignore:IProgress" $(BIN)/python -c "\

@@ -117,11 +117,11 @@ def _link(folders: list[Path]) -> None:
 
 
 def _compare(first: Path, second: Path, out: str | None) -> None:
-    from kvbench.report.compare import compare, write_comparison
+    from kvbench.report.compare import comparison_of, write_comparison
     from kvbench.report.render import terminal
     from kvbench.report.runs import load_experiment
 
-    comparison = compare(load_experiment(first), load_experiment(second))
+    comparison = comparison_of(load_experiment(first), load_experiment(second))
     terminal(comparison.tables)
     names = [folder.resolve().name for folder in (first, second)]
     if names[0] == names[1]:  # in two results folders, whose names tell them apart

@@ -69,7 +69,7 @@ class Comparison:
     frame: pd.DataFrame
 
 
-def compare(first: Experiment, second: Experiment) -> Comparison:
+def comparison_of(first: Experiment, second: Experiment) -> Comparison:
     sides = [
         [(group, variant) for group in experiment.groups for variant in group.variants]
         for experiment in (first, second)

@@ -15,7 +15,7 @@ n          the number of scored examples
 expected   the number of examples that the variant was to be run on
 units      the number of independent units that have a score
 mark       words. Total scores, and the scores at each rate of a probe that measures several in one
-           run, have a mark of `kvbench.report.marks.standing` among the compressed methods: "best",
+           run, have a mark of `kvbench.report.stats.standing` among the compressed methods: "best",
            "tied", "worse", "better" or "few". Any score may be "incomplete", where fewer examples
            than expected are scored. A ratio_at_95 may be "at_most" this or "more_than" this
 failures   the number of failed examples by status, such as "2 oom"
@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.marks import standing
 from kvbench.report.ratios import RATIO_AT_95, enough_ratios, weighed
 from kvbench.report.runs import PROMPT, Group, as_text, natural_order
 from kvbench.report.stats import (
@@ -46,6 +45,7 @@ from kvbench.report.stats import (
     compared,
     means,
     paired,
+    standing,
 )
 
 AVERAGE = "average"

@@ -32,7 +32,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from kvbench.report.runs import Group, Variant, as_text
-from kvbench.report.stats import Estimate, Pair, Scores, differences, paired
+from kvbench.report.stats import Estimate, Scores, differences, num_units, paired
 
 HELD = ["ratio", "cache_bytes"]
 """Record fields of what a method held."""
@@ -154,7 +154,7 @@ def mean_over_rates(group: Group) -> str:
     return f"mean over rates {', '.join(first)} and {last}"
 
 
-def crossing(ratios: ArrayLike, margins: ArrayLike) -> float:
+def nonnegative_from(ratios: ArrayLike, margins: ArrayLike) -> float:
     """The ratio from which on margins at these ascending ratios are nowhere negative: 0 where none is,
     infinite where the last one is; NaN where a margin is not known."""
     x, y = np.asarray(ratios, dtype=float), np.asarray(margins, dtype=float)
@@ -180,12 +180,22 @@ def enough(ratios: Sequence[float], margins: Sequence[Estimate]) -> tuple[Estima
     order = np.argsort(ratios, kind="stable")
     x = np.asarray(ratios, dtype=float)[order]
     value, low, high = np.array([margin[:3] for margin in margins])[order].T
-    at = crossing(x, value)
+    at = nonnegative_from(x, value)
     mark = AT_MOST if at == 0 else MORE_THAN if math.isinf(at) else ""
-    low_end, high_end = crossing(x, high), crossing(x, low)
+    low_end, high_end = nonnegative_from(x, high), nonnegative_from(x, low)
     if math.isinf(low_end) or high_end == 0:
         low_end = high_end = math.nan
     return Estimate(float(np.clip(at, x[0], x[-1])), low_end, high_end), mark
+
+
+def _keeps_a_share(group: Group) -> bool:
+    """Whether 95 % of a score means something, and a method was run at two rates."""
+    rates: dict[str, set[str]] = defaultdict(set)
+    for variant in group.variants:
+        rates[variant.without_rate] |= {variant.at} - {""}
+    several = any(len(each) > 1 for each in rates.values())
+    is_share = group.percent and not group.meta.lower_is_better
+    return several and is_share and not measures_several_rates(group)
 
 
 def enough_ratios(
@@ -194,29 +204,26 @@ def enough_ratios(
     """The ratio that is enough of each method over these datasets, by its name without the rate; none
     where no method was run at two rates. `held` are the ratios in the place of scores; they are weighed
     as the margins are: over the prompts that the method and the exact cache scored."""
-    if not group.percent or group.meta.lower_is_better or measures_several_rates(group):
+    if not _keeps_a_share(group):
         return {}
-    pairs: list[Pair] = []
-    ratios: dict[str, float] = {}
-    for i, label in enumerate(group.labels):
-        baseline = group.baseline[label]
-        if baseline is not None:
-            pair = (i, group.labels.index(baseline))
-            both = [np.isfinite(dataset.values[:, pair]).all(axis=1) for dataset in strata]
-            means = [
-                dataset.values[scored, i].mean() if scored.any() else math.nan
-                for dataset, scored in zip(held, both, strict=True)
-            ]
-            ratios[label] = float(np.mean(means)) if means else math.nan
-            if ratios[label] < 1:
-                pairs.append(pair)
-    enough_prompts = {exact: prompts_for_95(strata, exact) for exact in {pair[1] for pair in pairs}}
+    pairs = [
+        (i, group.labels.index(baseline))
+        for i, label in enumerate(group.labels)
+        if (baseline := group.baseline[label]) is not None
+    ]
+    can_tell = {
+        exact: prompts_for_95(strata, exact) <= num_units(strata, [exact]) for _, exact in pairs
+    }
+    margins = paired(strata, pairs, fraction=True, share=SHARE)
     points: dict[str, list[tuple[float, Estimate]]] = defaultdict(list)
-    for pair, margin in zip(pairs, paired(strata, pairs, fraction=True, share=SHARE), strict=True):
-        method, exact = pair
-        if enough_prompts[exact] <= _num_units(strata, exact) and not math.isnan(margin.low):
-            label = group.labels[method]
-            points[group.names[label]].append((ratios[label], margin))
+    for (i, exact), margin in zip(pairs, margins, strict=True):
+        both = [dataset.scored_by([i, exact]) for dataset in strata]
+        ratio = math.nan
+        if all(scored.any() for scored in both):
+            means = [of.values[own, i].mean() for of, own in zip(held, both, strict=True)]
+            ratio = float(np.mean(means))
+        if ratio < 1 and can_tell[exact] and not math.isnan(margin.low):
+            points[group.names[group.labels[i]]].append((ratio, margin))
     if max(map(len, points.values()), default=0) < 2:
         return {}
     return {name: enough(*zip(*each, strict=True)) for name, each in points.items()}
@@ -239,32 +246,13 @@ def prompts_for_95(strata: Sequence[Scores], exact: int) -> float:
     return math.inf
 
 
-def _num_units(strata: Sequence[Scores], variant: int) -> int:
-    return sum(
-        int((~np.isnan(dataset.by_unit(dataset.values[:, [variant]]))).sum()) for dataset in strata
-    )
-
-
 def too_few_for_95(group: Group, strata: Sequence[Scores]) -> str:
     """A note on the prompts that the ratio at 95 % lacks; empty where it has enough or is none."""
     exact = {group.labels.index(label) for label in group.baseline.values() if label}
-    several = any(len({at for at in ats if at}) > 1 for ats in _rates_by_name(group).values())
-    if (
-        not group.percent
-        or group.meta.lower_is_better
-        or measures_several_rates(group)
-        or not several
-    ):
+    if not exact or not _keeps_a_share(group):
         return ""
-    wanted = max((prompts_for_95(strata, i) for i in exact), default=math.inf)
-    have = min((_num_units(strata, i) for i in exact), default=0)
+    wanted = max(prompts_for_95(strata, i) for i in exact)
+    have = min(num_units(strata, [i]) for i in exact)
     if have >= wanted or math.isinf(wanted):
         return ""
     return f"The ratio that keeps 95 % can be told from about {wanted:.0f} prompts on; these are {have}."
-
-
-def _rates_by_name(group: Group) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for variant in group.variants:
-        found[variant.without_rate].append(variant.at)
-    return found

@@ -29,8 +29,9 @@ from kvbench.report.table import Cell, Column, Table, footer
 PAGE_MARK = " · kvbench</title>"
 """How the title of every page ends (templates/base.html.j2), by which kvbench knows its own
 (`write_text`)."""
-NARROW = 44
-"""Characters of a row that one column of a paper holds."""
+NARROW, GAP = 46, 2.5
+"""Characters of a row that one column of a paper holds, and how many the space of a table's column takes
+(LaTeX's article in ten points: 229 pt, 5 pt a character, 12 pt a column)."""
 _HEADING = 12
 """Characters in a line of a heading in the terminal."""
 _FORMULA = tuple("=+-@\t\n＝＋－＠")
@@ -146,7 +147,7 @@ def latex(table: Table) -> str:
     form = "l" * columns_of_text + "r" * (len(names) - columns_of_text)
     caption = _escape(" ".join([f"{table.title}.", *table.notes]))
     look: dict[str, Any] = {"caption": caption, "label": label, "column_format": form}
-    if sum(widths) <= NARROW:
+    if sum(widths) + GAP * len(widths) <= NARROW:
         return str(style.to_latex(hrules=True, **look))
     text = str(style.to_latex(hrules=True, environment="table*", **look))
     begin, end = "\\begin{tabular}", "\\end{tabular}"

@@ -14,7 +14,7 @@ One convention in every table, page and file:
 - A difference is tested from ten prompts on: by the exact McNemar test for right and wrong answers of
   one dataset, or of several of one size, else by the t test that belongs to the interval. The discrete
   form of Holm's method adjusts the p-values of the pairs at one rate (`holm`); marks follow them
-  (`kvbench.report.marks`).
+  (`standing`).
 
 `scripts/benchmarks/bench_statistics.py` measures how often intervals contain the truth, and how often
 marks are wrong.
@@ -42,6 +42,8 @@ FEWEST = 10
 """With fewer independent units (prompts) than this, a report does not judge differences."""
 LEAST = 3
 """With fewer units than this, a mean has no interval."""
+MOST_LACKING = 0.1
+"""The largest share of a dataset's examples that a variant may lack and still be ranked."""
 MOST_ZEROS = 0.1
 """The largest share of units without a logarithm that a ratio leaves out."""
 
@@ -119,6 +121,10 @@ class Scores:
         linear = mean + (sums - mean * counts) * ratio(num_units, counts.sum(0))
         even = counts.max(0, initial=0.0) * num_units == counts.sum(0)
         return np.where(counts > 0, np.where(even, ratio(sums, counts), linear), np.nan)
+
+    def scored_by(self, variants: Sequence[int]) -> Flags:
+        """[pairs] whether all of these variants have a score."""
+        return np.asarray(~np.isnan(self.values[:, variants]).any(axis=1))
 
     def unit_means(self, values: Array) -> Array:
         """[units, columns]: the mean of each unit, however many pairs it has."""
@@ -387,6 +393,63 @@ def paired(
 def is_signed(strata: Sequence[Scores]) -> bool:
     """Whether a score is negative, so that scores have no logarithm."""
     return any((dataset.values < 0).any() for dataset in strata)
+
+
+def num_units(strata: Sequence[Scores], variants: Sequence[int]) -> int:
+    """The number of units of which all of these variants have a score."""
+    return sum(len(set(dataset.units[dataset.scored_by(variants)])) for dataset in strata)
+
+
+def standing(
+    strata: Sequence[Scores], peers: Sequence[int], tests: Mapping[Pair, Estimate], *, lower: bool
+) -> dict[int, str]:
+    """Rank the variants of `peers` over these datasets, and mark each one; empty where there is nothing
+    to rank.
+
+    "best" has the best mean over the examples that all ranked variants scored; there is none where every
+    mean is 0. A variant that lacks more than `MOST_LACKING` of a dataset's examples is ranked only if
+    all do: a method that fails on hard examples has a good mean over the rest. The others are marked by
+    their test against the best: "worse" or "better" where its p-value is below 5 %, else "tied", and
+    "few" where there are too few units for a test; of several that are best, by the first of "few",
+    "worse", "better" and "tied". A variant may be "better" than the best if it is not ranked, or scored
+    examples that others lack. `tests` is what `compared` returned for every pair of `peers`."""
+    sign = -1.0 if lower else 1.0
+    scored = [i for i in peers if all(dataset.scored_by([i]).any() for dataset in strata)]
+    nearly_all = [
+        i
+        for i in scored
+        if all(np.isnan(dataset.values[:, i]).mean() <= MOST_LACKING for dataset in strata)
+    ]
+    ranked = nearly_all or scored
+    common = [dataset.values[dataset.scored_by(ranked)][:, ranked] for dataset in strata]
+    if len(scored) < 2 or not all(map(len, common)):
+        return {}
+    means = sign * np.mean([values.mean(0) for values in common], axis=0)
+    if not means.any():
+        return {}
+    if num_units(strata, ranked) < FEWEST:
+        return dict.fromkeys(scored, "few")
+    top = float(means.max())
+    best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
+    marks = dict.fromkeys(best, "best")
+    for other in (i for i in scored if i not in best):
+        against = {_against(strata, winner, other, tests, sign) for winner in best}
+        marks[other] = next((w for w in ("few", "worse", "better", "tied") if w in against), "")
+    return marks
+
+
+def _against(
+    strata: Sequence[Scores], winner: int, other: int, tests: Mapping[Pair, Estimate], sign: float
+) -> str:
+    """The mark of `other` by its test against `winner`; empty where there was none."""
+    swapped = (winner, other) not in tests
+    change = tests.get((other, winner) if swapped else (winner, other), NOTHING)
+    if math.isnan(change.value):
+        return ""
+    if num_units(strata, [winner, other]) < FEWEST:
+        return "few"
+    lead = -sign * change.lead if swapped else sign * change.lead
+    return "tied" if not change.p < ALPHA else "worse" if lead > 0 else "better"
 
 
 def median_of(values: pd.Series) -> Estimate:

@@ -43,7 +43,7 @@ from kvbench.report.ratios import (
     too_few_for_95,
 )
 from kvbench.report.runs import BASELINE, Group, as_text, natural_order, words
-from kvbench.report.stats import FEWEST, NOTHING, median_of
+from kvbench.report.stats import FEWEST, NOTHING, median_of, num_units
 from kvbench.report.table import (
     DIFFERENCE,
     ENOUGH,
@@ -508,17 +508,13 @@ def pairs_table(group: Group) -> Table | None:
             change = comparisons(group)[min(i, j), max(i, j)]
             if i > j and not math.isnan(change.value):
                 change = change.reversed()
-            units = 0
-            for dataset in strata:
-                both_scored = ~np.isnan(dataset.values[:, [i, j]]).any(axis=1)
-                units += len(set(dataset.units[both_scored]))
             row: dict[str, Any] = {"sign": " / " if change.times else " − "}
             row |= {"first": group.labels[i], "second": group.labels[j], "to_best": i == ranked[0]}
             row["at"] = group.variants[i].at
             for measure, is_ratio in (("difference", False), ("times", True)):
                 row |= (change if change.times is is_ratio else NOTHING).named(measure)
             row |= {"p": change.p, "zeros": change.zeros}
-            rows.append(row | {"datasets": len(strata), "examples": units})
+            rows.append(row | {"datasets": len(strata), "examples": num_units(strata, [i, j])})
     if not rows:
         return None
     frame = pd.DataFrame(rows)

@@ -1,13 +1,19 @@
-"""A copy of an experiment in Weights & Biases; local files never depend on it.
+"""A copy of an experiment in Weights & Biases, on which no local file depends, and a report of it:
+``python -m kvbench.report.wandb <folder>``.
 
 A method at a rate is a W&B run. Its group is a model on a task at that rate, and has a run of the exact
 cache, too. The experiment is one more run, with its page, tables and charts. All are written offline,
 into ``<results>/<experiment>/wandb``, and then sent by ``wandb sync`` if that is wanted. An id is made
 from what its run is about, so that logging again replaces what was logged.
+
+The report has the published numbers beside ours, the first table of each model and task, the charts of
+the experiment's own run, and how to reproduce it. It is written to ``<folder>/wandb/report.json``, and
+published where an API key is set.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import json
@@ -27,11 +33,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 from filelock import FileLock
-from markupsafe import escape
 
-from kvbench.errors import first_line
+from kvbench.errors import complain, first_line
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import Run
+from kvbench.records.store import replace_file
 from kvbench.report.frame import tidy, totals
 from kvbench.report.ratios import (
     MORE_THAN,
@@ -44,8 +50,10 @@ from kvbench.report.runs import BASELINE, Group, as_text, group_runs, prompt_see
 
 if TYPE_CHECKING:
     import wandb  # slow to import, and needed only where something is logged
+    import wandb_workspaces.reports.v2 as wr
 
     from kvbench.report.build import ReportPaths
+    from kvbench.report.runs import Experiment
 
 log = logging.getLogger(__name__)
 Mode = Literal["auto", "online", "offline", "disabled"]
@@ -58,6 +66,8 @@ _COSTS = ("ratio", "cache_bytes", "entries_mean", "prefill_s", "compress_s", "de
 _ABOUT = ("example_id", "dataset", "seed", "status", "prompt_tokens", "new_tokens")
 _ANSWERS = ("prompt_tail", "answers", "prediction")
 _TOTALS = ("score", "difference", "times", "ratio")
+SEND_S = 600.0
+"""Seconds that sending for a report may take."""
 _unsent: set[Path] = set()
 """Experiments that this process could not send: said once, and not tried again."""
 
@@ -217,8 +227,9 @@ def _log_group(
             "scores": _table(scores[scores["variant"] == variant.label]),
             "records": _table(_columns(records, texts).join(numbers)),
         }
-        if grid is not None and {grid.x, grid.y} <= set(records):
-            tables["heatmap"] = _heatmap(records, grid)
+        has_scores = bool(records["score"].notna().any())
+        if grid is not None and {grid.x, grid.y} <= set(records) and has_scores:
+            tables["heatmap"] = _heatmap(group, variant.label, grid)
         summary = {key: float(values.get(variant.label, math.nan)) for key, values in means.items()}
         rate = None if several else variant.rate  # of a run that measures at several
         measured = [] if rate is None else [rate_text(variant.at, [summary["ratio"]])]
@@ -296,25 +307,20 @@ def _opened(
         os.environ.update(before)
 
 
-def _heatmap(records: pd.DataFrame, spec: Heatmap) -> wandb.Html:
-    """Mean scores by two fields of records, as a table with colours: each run has one, and a figure
-    takes ten times as long."""
+def _heatmap(group: Group, label: str, spec: Heatmap) -> wandb.Html:
+    """Mean scores by two fields of records, as a table with colours on one scale for all methods: each
+    run has one, and a figure takes ten times as long."""
     import wandb
 
-    grid = records.pivot_table("score", spec.y, spec.x)
-    least, most = min(0.0, float(np.nanmin(grid))), float(np.nanmax(grid))
-    shades = (grid - least) / ((most - least) or 1.0)
-    rows = [f"<th>{escape(words(spec.y))} / {escape(words(spec.x))}</th>"]
-    rows[0] += "".join(f"<th>{escape(as_text(x))}</th>" for x in grid)
-    for y, values, shades_of_row in zip(
-        grid.index, grid.to_numpy(), shades.to_numpy(), strict=True
-    ):
-        cells = (
-            f'<td style="background: rgba(33, 145, 140, {shade:.2f})">{value:.2f}</td>'
-            for value, shade in zip(values, shades_of_row, strict=True)
-        )
-        rows.append(f"<th>{escape(as_text(y))}</th>{''.join(cells)}")
-    return wandb.Html(f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>", inject=False)
+    means = group.good.pivot_table("score", ["variant", spec.y], spec.x)
+    ends = {"vmin": min(0.0, float(np.nanmin(means))), "vmax": float(np.nanmax(means))}
+    grid = means.loc[label].rename(as_text).rename(as_text, axis=1)
+    grid = grid.rename_axis(words(spec.y)).rename_axis(words(spec.x), axis=1)
+    style = grid.style.set_uuid("grid").format(precision=2, escape="html", na_rep="")
+    for axis in (0, 1):
+        style = style.format_index(escape="html", axis=axis)
+    style = style.background_gradient("Greens", axis=None, **ends)
+    return wandb.Html(style.to_html(), inject=False)
 
 
 def _columns(records: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -335,3 +341,69 @@ def _table(frame: pd.DataFrame) -> wandb.Table:
     table = wandb.Table(columns=list(map(str, frame)), data=rows)
     table.data = cells.tolist()
     return table
+
+
+def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
+    """The report, not yet published."""
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces import expr
+
+    from kvbench.report.page import how_to_reproduce
+    from kvbench.report.papers import PaperError
+    from kvbench.report.published import beside, published_tables
+    from kvbench.report.render import markdown
+    from kvbench.report.tables import tables_of
+
+    tables = []
+    try:
+        tables += published_tables(beside(experiment))
+    except PaperError as error:
+        complain(f"warning: {error}", "wandb")
+    for group in experiment.groups:
+        tables += [table for table in tables_of(group) if table.columns][:1]
+    blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]
+    blocks += [wr.MarkdownBlock(text=markdown(table)) for table in tables]
+    of = expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])
+    whole = wr.Runset(name=OVERVIEW, filters=expr.And(of, expr.Config("kind") == OVERVIEW))
+    panels: list[Any] = [wr.MediaBrowser(), wr.WeavePanelSummaryTable(table_name="task_by_method")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=[whole], panels=panels)]
+    blocks.append(wr.H1("How to reproduce"))
+    for what, lines in how_to_reproduce(experiment):
+        blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
+    title = f"kvbench: {experiment.name}"[:128]
+    return wr.Report(project=project, entity=entity, title=title, blocks=blocks, width="fluid")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
+    from kvbench.report.__main__ import in_a_line
+    from kvbench.report.runs import load_experiment
+
+    parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
+    parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
+    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="its owner")
+    known = bool(os.environ.get("WANDB_API_KEY"))
+    send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
+    parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        for folder in map(Path, options.folders):
+            experiment = load_experiment(folder)
+            report = build_wandb_report(experiment, options.project, options.entity)
+            (folder / "wandb").mkdir(parents=True, exist_ok=True)
+            text = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
+            replace_file(folder / "wandb" / "report.json", text.encode())
+            print(f"{folder / 'wandb' / 'report.json'}: built")
+            if options.send:
+                where = {"project": options.project, "entity": options.entity or None}
+                log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
+                report.save()
+                print(f"report: {report.url}")
+
+    return in_a_line(work, options.folders, "wandb")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

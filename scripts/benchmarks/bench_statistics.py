@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from kvbench.report.marks import standing
-from kvbench.report.ratios import SHARE, crossing, enough
+from kvbench.report.ratios import SHARE, enough, nonnegative_from
 from kvbench.report.stats import (
     ALPHA,
     FEWEST,
@@ -36,6 +35,7 @@ from kvbench.report.stats import (
     holm,
     mean_intervals,
     paired,
+    standing,
 )
 
 SIZES = (10, 20, 50, 100, 300)
@@ -264,7 +264,7 @@ def enough_figures(studies: int) -> Iterator[Figure]:
     ratios = [0.2, 0.3, 0.6]
     for n in (10, 30, 100, 300):
         for exact, right in ((0.98, (0.5, 0.9, 0.97)), (0.6, (0.3, 0.5, 0.59))):
-            truth = crossing(ratios, np.array(right) - SHARE * exact)
+            truth = nonnegative_from(ratios, np.array(right) - SHARE * exact)
             tables = [answers(rng, n, [*right, exact]).values for _ in range(studies)]
             values = np.stack(tables, axis=1)
             margins = values[..., :-1] - SHARE * values[..., -1:]

@@ -25,7 +25,7 @@ from support.paths import ROOT
 from support.report_runs import ERROR_META, error_records, lines_records, write_demo, write_run
 
 from kvbench.report.build import build_report
-from kvbench.report.compare import compare, write_comparison
+from kvbench.report.compare import comparison_of, write_comparison
 from kvbench.report.page import write_index
 from kvbench.report.runs import load_experiment
 
@@ -97,7 +97,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "errors": build_report(results / "errors").page,
         "index": write_index([folder, results / "errors"]),
     }
-    compared = compare(load_experiment(folder), load_experiment(folder))
+    compared = comparison_of(load_experiment(folder), load_experiment(folder))
     return pages | {"compare": write_comparison(compared, results / "compare")[0]}
 
 

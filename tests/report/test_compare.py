@@ -16,7 +16,7 @@ from support.tables import heads, shown
 
 from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
-from kvbench.report.compare import Comparison, compare
+from kvbench.report.compare import Comparison, comparison_of
 from kvbench.report.runs import load_experiment
 
 Values = Mapping[str, Sequence[float | None]]
@@ -30,7 +30,7 @@ def write(
 
 
 def compared(first: Path, second: Path) -> Comparison:
-    return compare(load_experiment(first), load_experiment(second))
+    return comparison_of(load_experiment(first), load_experiment(second))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from kvbench.report.charts import ALL, FIELDS, scores_chart
 from kvbench.report.frame import tidy, totals
 from kvbench.report.page import facts_of, how_to_reproduce, sample_of, write_index
 from kvbench.report.runs import load_experiment
-from kvbench.report.wandb_report import main as wandb_main
+from kvbench.report.wandb import main as wandb_main
 
 
 class Parsed(HTMLParser):

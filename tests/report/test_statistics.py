@@ -20,8 +20,7 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_statistics as bench
 
-from kvbench.report.marks import standing
-from kvbench.report.ratios import crossing, enough, prompts_for_95
+from kvbench.report.ratios import enough, nonnegative_from, prompts_for_95
 from kvbench.report.stats import (
     ALPHA,
     Estimate,
@@ -33,6 +32,7 @@ from kvbench.report.stats import (
     mean_intervals,
     means,
     median_of,
+    standing,
 )
 
 
@@ -325,7 +325,7 @@ CROSSINGS: list[tuple[list[float], float]] = [  # margins at the ratios .2, .3 a
 def test_the_ratio_from_which_on_margins_are_nowhere_negative(
     margins: list[float], expected: float
 ) -> None:
-    assert crossing([0.2, 0.3, 0.5], margins) == pytest.approx(expected, nan_ok=True)
+    assert nonnegative_from([0.2, 0.3, 0.5], margins) == pytest.approx(expected, nan_ok=True)
 
 
 def test_an_enough_ratio_has_the_crossings_of_the_bounds_and_says_what_is_beyond_the_rates() -> (

@@ -15,7 +15,6 @@ from support.wandb_files import history, isolated, offline_run, start_of, table_
 
 from kvbench.records.read import load_runs
 from kvbench.report import wandb as ours
-from kvbench.report import wandb_report
 from kvbench.report.build import build_report
 from kvbench.report.wandb import log_overview, log_runs, not_sent
 
@@ -219,9 +218,9 @@ def test_what_was_not_sent_is_one_warning_and_asked_for_once(
 def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs kvbench[wandb-report]")
     folder = write(tmp_path / "results")
-    assert wandb_report.main([str(folder), "--no-send"]) == 0
+    assert ours.main([str(folder), "--no-send"]) == 0
     blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
     text = json.dumps(blocks)
     for part in ("needle on recall_mini", "| snapkv |", "task_by_method", "0123abcd"):
         assert part in text, part
-    assert wandb_report.main([str(tmp_path / "nowhere")]) == 1
+    assert ours.main([str(tmp_path / "nowhere")]) == 1
