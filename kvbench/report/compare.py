@@ -105,26 +105,26 @@ def comparison_of(first: Experiment, second: Experiment) -> Comparison:
 
 def settings_that_differ(first: Experiment, second: Experiment) -> list[dict[str, str]]:
     """The settings that have other values in one experiment than in the other: a row for each dotted
-    key with the values of either, ``budget.rate``: 0.25; 0.5. Of methods and models the names."""
-    sides = []
-    for experiment in (first, second):
+    key with the values of either, ``budget.rate``: 0.25; 0.5. Of methods and models the names, of code
+    the first digits of the commit."""
+
+    def values_of(experiment: Experiment) -> dict[str, str]:
         values: dict[str, set[str]] = {}
         for run in experiment.runs:
-            identity = dict(run.manifest.get("identity") or {})
-            identity["method"] = str(run.manifest.get("method"))
-            identity["model"] = str(run.manifest.get("model"))
-            identity["code_revision"] = str(run.manifest.get("code_revision"))
+            manifest = run.manifest
+            named = {name: str(manifest.get(name)) for name in ("method", "model")}
+            identity = {**(manifest.get("identity") or {}), **named}
+            identity["code_revision"] = str(manifest.get("code_revision"))[:12]
             for key, value in flat(identity).items():
                 values.setdefault(key, set()).add(value)
-        sides.append(
-            {key: ", ".join(sorted(own, key=natural_order)) for key, own in values.items()}
-        )
-    one, other = sides
-    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
-    texts = [[short_name(side.get(key, "unset")) for side in sides] for key in keys]
+        return {key: ", ".join(sorted(own, key=natural_order)) for key, own in values.items()}
+
+    sides = values_of(first), values_of(second)
     return [
-        {"setting": key, SIDES[0]: mine, SIDES[1]: theirs}
-        for key, (mine, theirs) in zip(keys, texts, strict=True)
+        {"setting": key}
+        | {name: short_name(own.get(key, "unset")) for name, own in zip(SIDES, sides, strict=True)}
+        for key in dict.fromkeys([*sides[0], *sides[1]])
+        if sides[0].get(key) != sides[1].get(key)
     ]
 
 
@@ -235,7 +235,7 @@ def _task_table(total: pd.DataFrame) -> Table:
         Column("difference", "change", signed),
         Column("times", "change, times", number),
         Column("p", text=p_text),
-        *(Column(side, text=text) for side in SIDES),
+        *(Column(side, text=text, bounds=False) for side in SIDES),
         Column("common_examples", "common", whole),
         *(Column(side, text=whole) for side in ("better", "worse")),
         *(Column(f"{side}_ratio", f"{side} ratio", number) for side in SIDES),

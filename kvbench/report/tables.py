@@ -215,6 +215,10 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Means over {draws} draws (seeds) of each prompt."
     if decided := _decided_by_first_token(group):
         yield decided
+    names = dict.fromkeys(variant.method for variant in group.variants)
+    repeating = [name for name in names if name.startswith(("kvzip", "kvgrad"))]
+    if repeating and group.protocol not in ("", "context"):
+        yield f"The protocol of {listed(repeating)} in their papers is compress_after=context."
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
         counts = group.good["variant"][uncompressed].value_counts()
@@ -386,11 +390,8 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
         table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
         columns.append(Column("ratio", f"ratio, mean of {across}s", number))
     elif len(enough):
-        ends = {
-            f"{RATIO_AT_95}{end}": f"{end[1:] or 'mean'}" for end in ("", "_low", "_high", "_mark")
-        }
-        named = enough.set_index("variant")[[*ends.values()]].set_axis([*ends], axis=1)
-        table = _missed_last(table.join(named, on="variant"), ENOUGH_COLUMN)
+        found = wide(enough, ["variant"], "measure").set_index("variant")
+        table = _missed_last(table.join(found, on="variant"), ENOUGH_COLUMN)
         columns.append(ENOUGH_COLUMN)
         order.insert(1, f"{RATIO_AT_95}_order")
     table = table.sort_values(order, kind="stable")
@@ -398,6 +399,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     task = "" if across == "task" else first.task
     shows = "all tasks" if across == "task" else f"score{unit_text(first.meta.score_unit)}"
     what = " on ".join(filter(None, [task, model]))
+    what += next(filter(None, (group.protocol_in_title for group in groups)), "")
     shown = with_values(table, (METHOD, *columns))
     lower = across == "task" and any(group.meta.lower_is_better for group in groups)
     answer = verdict(first).splitlines()
@@ -406,7 +408,7 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
     tables = [
         Table(
             f"overview-{model}" if model else "overview",
-            f"{what}{first.protocol_in_title}: {shows}",
+            f"{what}: {shows}",
             table,
             shown,
             (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),

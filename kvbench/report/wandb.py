@@ -195,8 +195,8 @@ def _groups(runs: Sequence[Run]) -> Iterator[tuple[str, Group]]:
     no budget changes, the exact cache first, are in the groups of all budgets."""
     jobs = defaultdict[Any, dict[str, list[Run]]](lambda: defaultdict(list))
     for run in runs:
-        settings = run.manifest.get("identity") or run.manifest.get("config") or {}
-        budget = None if run.manifest["method"] == BASELINE else settings.get("budget")
+        identity = run.manifest.get("identity") or {}
+        budget = None if run.manifest["method"] == BASELINE else identity.get("budget")
         job = (run.manifest.get("model"), run.manifest.get("task"), prompt_seed(run.manifest))
         jobs[*job, run.manifest.get("seed")][json.dumps(budget)].append(run)
     for (_, _, prompts, seed), by_budget in jobs.items():

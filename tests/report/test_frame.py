@@ -384,6 +384,11 @@ def test_protocols_stand_in_tables_of_their_own(tmp_path: Path) -> None:
     note = "24 of 24 answers were decided by their first token, which is the exact cache's."
     tables = [score_table(group) for group in experiment.groups]
     assert [note in table.notes for table in tables] == [False, False, True]
+    for protocol, said in (("context", False), ("all_but_last", True)):
+        about: Any = {"experiment": protocol, "method": "kvzip", "records": RECORD}
+        write_run(tmp_path, options={"compress_after": protocol}, **about)
+        notes = " ".join(score_table(group_of(tmp_path / protocol)).notes)
+        assert ("The protocol of kvzip in their papers" in notes) is said
     assert [named[i] in table.title for i, table in enumerate(tables)] == [True] * 3
     assert set(data(tables[0])["compress_after"]) == {"all_but_last"}
     names = [table.name for table in overview_tables(experiment.groups)]

@@ -95,8 +95,16 @@ def test_markdown() -> None:
 
 
 def test_latex() -> None:
-    narrow = replace(TABLE, columns=TABLE.columns[:2])
+    name, score, _ = TABLE.columns
+    narrow = replace(TABLE, columns=(name, replace(score, bounds=False)))
     assert latex(narrow).startswith("\\begin{table}\n\\caption")
+    depths = pd.DataFrame(
+        {"variant": ["streaming_llm"], **{f"{depth}": ["100.0"] for depth in range(5)}}
+    )
+    six = replace(TABLE, frame=depths, columns=tuple(map(Column, depths)))
+    assert latex(six).startswith("\\begin{table*}"), (
+        "38 characters, and the space between six columns"
+    )
     assert latex(TABLE) == (
         "\\begin{table*}\n"
         "\\caption{Scores \\& more: 50 \\%. A note\\_1.}\n"
