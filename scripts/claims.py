@@ -175,7 +175,7 @@ def sides_to_each(values: pd.DataFrame, comparison: Mapping[str, Any]) -> dict[s
 
     def by_cell(series: pd.Series) -> pd.DataFrame:
         table = series.unstack(list(range(1, series.index.nlevels)))
-        return table.to_frame() if isinstance(table, pd.Series) else table
+        return table.to_frame("all") if isinstance(table, pd.Series) else table
 
     first, factor = by_cell(values[comparison["first"]]), comparison.get("factor", 1)
     others: dict[str, pd.DataFrame] = {}
