@@ -51,9 +51,11 @@ def carried_queries(owner: str, layer: LayerKV) -> Tensor | None:
 
 
 def as_after_prompt(layer: LayerKV, kv_heads: int, most: int) -> Tensor | None:
-    """Those of the prompt's queries that `evenly_spread` chooses, as though all of them stood at the
-    `FUTURE` positions after it, evenly spread in their order: [batch, heads, at most m, dim]. Unchanged
-    where no rotary table describes the layer; None where the layer has none."""
+    """Choose queries of the prompt by `evenly_spread`, and encode them as though they stood at the
+    `FUTURE` positions after it, evenly spread in their order: [batch, heads, at most m, dim].
+
+    They stay as they are where no rotary table describes the layer. None where it holds no queries.
+    """
     if layer.queries is None:
         return None
     queries, rotary = evenly_spread(layer.queries, kv_heads, most), layer.rotary

@@ -160,7 +160,7 @@ def _lines(task: str, file: File, lines: Iterable[bytes]) -> Iterator[tuple[int,
 
 
 def _json_rows(task: str, file: File, text: bytes) -> Iterator[tuple[int, Any]]:
-    """One list, or JSON lines in a file that is called ``.json``."""
+    """Read a ``.json`` file: one list, or JSON lines in spite of its name."""
     try:
         rows = parsed_json(task, str(file), text)
     except TaskError as problem:

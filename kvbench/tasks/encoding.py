@@ -62,7 +62,7 @@ def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
 
 
 def _answer_prefix(encoder: PromptEncoder, prefix: str) -> str:
-    """None where it would begin a thought that the template has begun."""
+    """The answer's prefix; empty where the template has begun a thought, in which it would stand."""
     begins_thought = encoder.thought is not None and not encoder.thought.start
     return "" if encoder.suffix_ids and begins_thought else prefix
 

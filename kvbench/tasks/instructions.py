@@ -278,9 +278,14 @@ class Instructions(Task):
 
 
 class Conversation(NamedTuple):
-    """The token ids up to the end of a system prompt, those after it, and whose message holds it:
-    "system", or, where there is no chat template or the template knows no such role, "user", with the
-    request after it in the same message."""
+    """A system prompt and a request as tokens.
+
+    Attributes:
+        system_ids: the token ids up to the end of the system prompt.
+        request_ids: those after it.
+        role: "system" where the system prompt is a message of its own. "user" where there is no chat
+            template, or one that knows no such role: the request then follows in the same message.
+    """
 
     system_ids: tuple[int, ...]
     request_ids: tuple[int, ...]

@@ -155,7 +155,7 @@ class FieldReader:
         return self.row[name]
 
     def text(self, role: str) -> str:
-        """Empty where no field has the role."""
+        """The text of a role; empty where no field has it."""
         value = self.value(role)
         if value is None and self.fields.get(role) is None:
             return ""
@@ -164,8 +164,8 @@ class FieldReader:
         return as_text(self._listed(role, value)[0])
 
     def choices(self) -> Sequence[str | float]:
-        """A list of texts or numbers, one of these, or an object with the list ``text`` (ARC) or with a
-        text by letter (MedQA)."""
+        """Read the options of the question. A row gives them as a list of texts or numbers, as one of
+        these, or as an object with the list ``text`` (ARC) or with a text by letter (MedQA)."""
         value = self.value("choices")
         if value is None and self.fields.get("choices") is None:
             return ()
@@ -174,9 +174,10 @@ class FieldReader:
         return self._listed("choices", value)
 
     def answers(self, metric: str) -> tuple[str, ...]:
-        """A text, number or boolean, a list of these, or an object with the list ``text`` (SQuAD). The
-        index from 0 of one of the `choices` (MMLU), or its ``label`` (ARC), is the option's letter under
-        a metric of `OF_LETTERS`, else its text. True is yes or true, and False no or false."""
+        """Read the acceptable answers. A row gives them as a text, number or boolean, a list of these,
+        or an object with the list ``text`` (SQuAD). An answer that is the index from 0 of one of the
+        `choices` (MMLU), or its ``label`` (ARC), becomes the option's letter under a metric of
+        `OF_LETTERS`, else the option's text. True becomes yes or true, and False no or false."""
         value = self.value("answers")
         if isinstance(value, Mapping) and metric in OF_OBJECTS:
             return (json.dumps(value, ensure_ascii=False),)
@@ -267,9 +268,9 @@ class FieldReader:
 
 
 def option_key(answer: str | float, options: Sequence[str | float]) -> str | None:
-    """An answer that is an option's text or letter, as text; one that is an option's index from 0, as
-    its letter; None for any other. A whole number is an index (as in MMLU) unless the options are
-    numbers and one of them is this."""
+    """The key that an answer gives: itself where it is an option's text or letter, the option's letter
+    where it is an index from 0, None otherwise. A whole number is an index (as in MMLU) unless the
+    options are numbers and one of them is this."""
     choices = [as_text(option) for option in options]
     text = as_text(answer)
     is_option = option_letter(text, choices) is not None

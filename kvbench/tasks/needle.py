@@ -230,7 +230,8 @@ class Needle(Task):
     def _facts(
         self, number: int, length: int, depth: float, name: str
     ) -> tuple[list[Fact], list[Fact]]:
-        """One, or one for every depth; and the same in the order in which they are asked for.
+        """Make the facts of a prompt, one or one for every depth. Returns them by depth, and in the
+        order in which they are asked for.
 
         Args:
             name: in `facts`; empty where there are none.
