@@ -30,7 +30,7 @@ from kvbench.tasks.base import (
 )
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared, split_template
-from kvbench.tasks.jsonl_fields import ROLES, FieldReader, Row, as_text, template
+from kvbench.tasks.jsonl_fields import ROLES, FieldReader, as_text, template
 from kvbench.tasks.metrics import OF_LETTERS, check_metric, metric_named, own_function
 from kvbench.tasks.metrics_text import Key, contains_for_good
 
@@ -68,7 +68,7 @@ class _Prompt:
     tail: str
     answers: tuple[str, ...]
     choices: tuple[str, ...]
-    fields: Row
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class Jsonl(Task):
         return merged.values()
 
     def _prompts_of_row(
-        self, name: str, file: str, number: int, row: Row, place: str
+        self, name: str, file: str, number: int, row: Mapping[str, Any], place: str
     ) -> Iterator[_Prompt]:
         """The prompts of row `number`, from 1. Their data set is `name`, or where the config names none
         the row's own, or else its `file`."""
@@ -268,7 +268,7 @@ class Jsonl(Task):
             question_id = row_id if len(questions) == 1 else f"{row_id}-q{question_number}"
             yield _Prompt(question_id, dataset, head, tail, answers, choices, breakdowns)
 
-    def _fields_in(self, row: Row, place: str) -> Mapping[str, str | None]:
+    def _fields_in(self, row: Mapping[str, Any], place: str) -> Mapping[str, str | None]:
         """The fields by role, usual names in place of defaults that the row lacks."""
         found: dict[str, str] = {}
         for role, usual in USUAL_FIELDS.items():
@@ -287,7 +287,7 @@ class Jsonl(Task):
             _say_fields(", ".join(f"{role}: {name}" for role, name in found.items()))
         return {**self.fields, **found}
 
-    def _rendered(self, fields: Row, place: str) -> tuple[str, str]:
+    def _rendered(self, fields: Mapping[str, Any], place: str) -> tuple[str, str]:
         """The prompt up to the question, white space included, and the rest."""
         text = template("task.template", self.template).render(fields, place)
         if self.fields.get("context") is None:

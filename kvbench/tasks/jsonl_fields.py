@@ -24,7 +24,6 @@ from kvbench.tasks.data import NUMPY_ARRAY, parsed_literal
 from kvbench.tasks.metrics import OF_LETTERS
 from kvbench.tasks.metrics_text import option_letter
 
-Row = Mapping[str, Any]
 ROLES = ("context", "question", "answers", "questions", "choices", "id", "dataset")
 """The roles that a field of a row may have."""
 OF_OBJECTS = ("loogle_cloze",)
@@ -132,7 +131,7 @@ class FieldReader:
     """
 
     fields: Mapping[str, str | None]
-    row: Row
+    row: Mapping[str, Any]
     place: str
 
     def value(self, role: str) -> Any:

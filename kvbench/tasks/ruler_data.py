@@ -78,7 +78,7 @@ def _matching_files(option: str, pattern: str) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Question:
+class DocumentQuestion:
     """A question and the indices of the documents that hold the answer, and of others of their
     article."""
 
@@ -91,9 +91,9 @@ class Question:
 @dataclass(frozen=True)
 class Collection:
     documents: Sequence[str]
-    questions: Sequence[Question]
+    questions: Sequence[DocumentQuestion]
 
-    def draw(self, question: Question, count: int, rng: random.Random) -> list[str]:
+    def draw(self, question: DocumentQuestion, count: int, rng: random.Random) -> list[str]:
         """Draw `count` documents for a question, in random order: the gold ones, then others of the
         same article, then any others.
 
@@ -125,7 +125,9 @@ def _squad(content: Any) -> Collection:
             for row in paragraph["qas"]:
                 if not row["is_impossible"]:
                     answers = tuple(str(answer["text"]) for answer in row["answers"])
-                    questions.append(Question(row["question"], answers, (gold,), same_article))
+                    questions.append(
+                        DocumentQuestion(row["question"], answers, (gold,), same_article)
+                    )
     return Collection(documents, questions)
 
 
@@ -139,7 +141,7 @@ def _hotpotqa(content: Any) -> Collection:
     questions = []
     for row, texts in zip(content, texts_of_rows, strict=True):
         gold = tuple(dict.fromkeys(index_of[text] for text in texts))
-        questions.append(Question(row["question"], (str(row["answer"]),), gold))
+        questions.append(DocumentQuestion(row["question"], (str(row["answer"]),), gold))
     return Collection(documents, questions)
 
 

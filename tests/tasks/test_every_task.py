@@ -1,13 +1,18 @@
-"""Options of tasks that are refused, and models whose configs can be made."""
+"""Prompts that stay the same, options of tasks that are refused, models whose configs can be made."""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
 from hydra.utils import instantiate
 from support.command import composed
+from support.encoders import shipped
+from support.paths import ROOT
 
 from kvbench.catalogue import config_dir
 from kvbench.engine.model import ModelSpec, load_config
@@ -35,6 +40,42 @@ def test_every_model_config_makes_a_model_that_can_be_run(name: str) -> None:
     if spec.max_input is not None:
         assert spec.max_input + 512 <= architecture.max_position_embeddings
     assert not spec.trust_remote_code
+
+
+# what stays the same
+
+PROMPTS: dict[str, list[str]] = {
+    "longeval_lines": ["task.num_lines=[5,20]"],
+    "longeval_redundant": ["task.num_lines=[7]", "task.seed=3"],
+    "needle": ["task.lengths=[300,600]", "task.num_examples=2"],
+    "needle_short": ["task.lengths=[400]", "task.share_fillers=true", "task.seed=1"],
+    "needle_questions": ["task.lengths=[700]", "task.num_examples=2"],
+    "needles": ["task.lengths=[400]"],
+    "key_value": ["task.num_pairs=[4,9]", "task.queries=2"],
+    "passkey": ["task.lengths=[400,700]", "task.queries=3"],
+    "number_string": ["task.lengths=[500]"],
+    "ruler": ["task.lengths=[1536,4400]"],
+    "text": ["task.tokens=200"],
+    "instructions": ["task.kinds=[hero,animal,job,language,sentences]"],
+    "instructions_told": ["task.seed=2"],
+}
+"""Every task that generates its prompts, with options that make them few and short."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_generated_prompts_stay_the_same_as_long_as_the_version_does(name: str) -> None:
+    """Prompts, ids and answers of today's version; a change of them needs another version, and a line in
+    tests/data/prompts.json with the digest that this prints."""
+    config = composed(f"task={name}", "task_label=t", *PROMPTS[name]).task
+    options = {"num_examples": 3} if name in ("longeval_lines", "ruler", "passkey") else {}
+    task = replace(instantiate(config, _convert_="all"), **options)
+    made = [
+        [one.id, one.context, one.question, one.answers, dict(one.fields), one.context_id]
+        for one in task.examples(shipped())
+    ]
+    digest = sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+    known = json.loads((ROOT / "tests/data/prompts.json").read_text())
+    assert {f"{name}, version {task.version}": digest}.items() <= known.items()
 
 
 # what is refused

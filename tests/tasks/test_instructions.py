@@ -140,13 +140,6 @@ def test_a_system_prompt_is_its_instructions_and_each_kind_is_at_each_place_as_o
     assert {frozenset(order) for order in rounds} == {frozenset(every)}
 
 
-def test_prompts_depend_on_the_seed_alone() -> None:
-    examples = instructed(num_examples=9, seed=3)
-    assert instructed(num_examples=4, seed=3) == examples[:4]
-    others = {example.context for example in instructed(num_examples=9, seed=4)}
-    assert others.isdisjoint(example.context for example in examples)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_says_what_its_check_asks_for(name: str) -> None:
     kind = KINDS[name]

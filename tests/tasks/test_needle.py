@@ -92,17 +92,6 @@ def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> Non
         assert start == max([0, *ends])
 
 
-def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
-    few = {example.id: example for example in task(seed=5, num_examples=1).examples(PLAIN)}
-    own = task(seed=5, num_examples=3).examples(PLAIN)
-    assert all(few.get(example.id, example) == example for example in own)
-    fillers = {example.fields["filler"] for example in own}
-    assert len(fillers) == len(own), "each has its own"
-    for example in task(seed=6).examples(PLAIN):
-        assert few[example.id].context != example.context
-        assert example.fields["filler"] not in fillers, "another seed's fillers are other units"
-
-
 FACTS = {
     "hat": {
         "needle": "The hat is red.",

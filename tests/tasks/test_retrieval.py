@@ -80,12 +80,10 @@ def is_adjective_and_noun(key: str) -> bool:
     return any(key[:place] in ADJECTIVES and key[place + 1 :] in NOUNS for place in hyphens)
 
 
-def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> None:
+def test_generated_records_have_the_official_lines_and_every_prefix_is_balanced() -> None:
     examples = lines(**RECORDS, seed=3)
     assert [example.fields["num_lines"] for example in examples] == [5, 40, 9] * 3
     assert lines(**RECORDS | {"num_examples": 4}, seed=3)[:9] == examples
-    others = {example.context for example in lines(**RECORDS, seed=4)}
-    assert others.isdisjoint(example.context for example in examples)
     for example in examples:
         pairs, key = lines_of(example.context), example.fields["line_key"]
         keys = {key for key, _ in pairs}

@@ -53,11 +53,3 @@ def test_a_text_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None:
         RunningText(files=[str(tmp_path / "a.txt")], tokens=500).examples(shipped())
     with pytest.raises(TaskError, match=r"^task\.files: no file matches \['none\.txt'\]; allowed"):
         RunningText(files=["none.txt"]).examples(shipped())
-
-
-def test_generated_running_text_is_the_same_every_time() -> None:
-    task = RunningText(tokens=300, num_examples=3)
-    examples = task.examples(shipped())
-    assert [len(ids_of(example)) for example in examples] == [300] * 3
-    assert task.examples(shipped()) == examples
-    assert len({example.context_ids for example in examples}) == 3
