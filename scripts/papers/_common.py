@@ -37,6 +37,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
+from pandas.api.types import is_numeric_dtype
 
 from kvbench.cli.build import constructed, model_line
 from kvbench.cli.config import composed, expanded, hydra_of_conf
@@ -196,7 +197,8 @@ class Run(SimpleNamespace):
         """Write the rows and what is made of them: see `_item.RunNote` for the columns,
         `write` for `fit` and `log`; `part` names the second table of a run, and its files."""
         command = shlex.join(["python", *sys.argv])
-        note = RunNote(self.place.name, command, y, x, by, panel, self.small or "")
+        subject = f"{self.place.name}, {part}" if part else self.place.name
+        note = RunNote(subject, command, y, x, by, panel, self.small or "")
         place = self.place.with_name(f"{self.place.name}_{part}") if part else self.place
         write(rows, place, note, fit, log)
 
@@ -259,18 +261,22 @@ def figure_of_means(
     """A panel for each value of `note.panel`, in it a line for each value of `note.by`; see `write` for
     `fit` and `log`."""
     panels = list(frame[note.panel].unique())
-    scale = "log" if fit or log else "linear"
     figure = Figure(figsize=(max(12, 3 * len(panels)), 4))
     if note.small:
         figure.suptitle(note.small, fontsize=8, wrap=True, y=1.04)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for (panel, label), part in frame.groupby([note.panel, note.by], sort=False):
-        means = part.groupby(note.x)[note.y].mean()
+        # Names stay in the order of the rows.
+        means = part.groupby(note.x, sort=is_numeric_dtype(part[note.x]))[note.y].mean()
         ax = axes[panels.index(panel)]
         ax.plot(list(means.index), means, marker=".", label=label)
         heading = f"{note.panel} {panel}"
         ax.set_title(heading, fontsize=10)
-        ax.set(xlabel=note.x, ylabel=note.y, xscale=scale, yscale=scale)
+        ax.set(xlabel=note.x, ylabel=note.y)
+        if fit or log:
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.set_yscale("log")
         if fit:
             fitted = means[(means > 0) & means.index.to_series().between(*fit)]
             if len(fitted) > 1:
@@ -278,7 +284,7 @@ def figure_of_means(
                 print(f"{heading}, {note.by} {label}: {note.y} as {note.x}^{slope:.3f}")
     for ax in axes:
         ax.label_outer()
-    axes[-1].legend()
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure
 
 
