@@ -8,7 +8,7 @@ which it receives as the model's keyword argument ``kvbench``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -110,8 +110,8 @@ class Pass(ABC):
     """What the attention function talks to: how one forward pass computes attention, and what it does
     with the keys and values of each layer.
 
-    The engine's are `Prefill` and `Capture` (prefill.py), `ReplayPass` (second_pass.py), `Feed`
-    (decode.py) and `KernelBatch` (captured.py).
+    The engine's are `Prefill` (prefill.py), `ReplayPass` (second_pass.py), `Feed` (decode.py),
+    `KernelBatch` (captured.py) and `Capture`.
     """
 
     called: frozenset[int] = frozenset()
@@ -129,6 +129,30 @@ class Pass(ABC):
         """For hybrid models, transformers' cache with the recurrent states from which the rows continue.
         Every call returns the same object, or None where the pass has no states."""
         return None
+
+
+class Capture(Pass):
+    """A pass that computes exact attention and keeps the calls of some layers.
+
+    Args:
+        layers: the indices of the layers; None for all.
+
+    Attributes:
+        calls: by the layer's index its call, and what `LayerCall.exact_with_normalisers` returns beside
+            the output.
+    """
+
+    def __init__(self, layers: Collection[int] | None = None) -> None:
+        self.layers = layers
+        self.calls: dict[int, tuple[LayerCall, Tensor | None]] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention."""
+        if self.layers is not None and call.layer not in self.layers:
+            return call.exact()
+        out, normalisers = call.exact_with_normalisers()
+        self.calls[call.layer] = call, normalisers
+        return out
 
 
 def kvbench_attention(

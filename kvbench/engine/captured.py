@@ -400,10 +400,9 @@ class Batch:
     def _run(self) -> Tensor:
         """Run one step, which returns what `Sampling.pick` does. All of it is on the device, and on the
         same tensors every time, so that it can be captured."""
-        logits = forward(
-            self.step_model, self.ids, self.kernel_batch.positions[:, None], self.kernel_batch
-        )
-        picks = pick(self.turns, logits, self.draws)
+        positions = self.kernel_batch.positions[:, None]
+        logits = forward(self.step_model, self.ids, positions, self.kernel_batch, keep=1)
+        picks = pick(self.turns, logits[:, -1], self.draws)
         self.ids.copy_(picks[0, :, None])
         self.kernel_batch.move_on()
         return picks

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kvbench.engine.answer import Answer, NonFiniteLogits
 from kvbench.engine.attention import LayerCall, Pass
 from kvbench.engine.device import input_device
-from kvbench.engine.prefill import forward_rows
+from kvbench.engine.prefill import forward
 from kvbench.engine.rotary import crossing, table_key
 from kvbench.engine.row import Row
 from kvbench.engine.states import PassingCache, joined_cache
@@ -97,7 +97,7 @@ def feed(
             first = torch.tensor([row.tokens for row in fed], device=device)
             positions = first[:, None] + torch.arange(length, device=device)
             ids = torch.tensor([list(tokens[place]) for place in part], device=device)
-            logits = forward_rows(model, ids, positions, Feed(fed, positions), keep=keep)
+            logits = forward(model, ids, positions, Feed(fed, positions), keep=keep)
             for row in fed:
                 if row.failure is None:
                     row.count_step(length)

@@ -316,14 +316,13 @@ class Compression:
         prefill, self._prefill = self._prefill, None
         for place, row in enumerate(cache.rows):
             if prefill is not None:
-                prefill.prefills[place].finish_audit()
+                states = row_of(states_in(cache), place)
+                prefill.prefills[place].end(count - prefill.padding[place], states)
             if row.failure is not None:
                 raise row.failure
             if prefill is None:
                 row.count_step(count)
             else:
-                states = row_of(states_in(cache), place)
-                prefill.prefills[place].end(count - prefill.padding[place], states)
                 cache.costs.append(row.cost())
         if prefill is not None:
             self._batches.append(cache.costs)

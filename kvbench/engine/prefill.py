@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine import check
 from kvbench.engine.architecture import compressible_layers, head_shapes
-from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
+from kvbench.engine.attention import Capture, LayerCall, Pass, UnsupportedModel
 from kvbench.engine.cost import ExactBytes
 from kvbench.engine.device import input_device, small_pass, synchronize
 from kvbench.engine.rotary import crossing, forget_lengths, has_table_of, rotary_of
@@ -190,12 +190,16 @@ class Prefill(Pass):
                 row.compress(layer, kv, self.on_compress)
         self.clocks.append(clock.stop())
 
-    def finish_audit(self) -> float:
-        """Wait for the GPU, and read what it has counted: check that keys and values are finite, audit
-        the entries of each row, and read the clocks.
+    def end(self, n: int, states: dict[int, State], elapsed_s: float | None = None) -> float | None:
+        """Wait for the GPU, and read what it has counted: check that keys and values are finite, and
+        audit the entries of each row, which notes its cost after a prompt of n tokens and has a copy of
+        the states.
+
+        Args:
+            elapsed_s: the seconds of the pass; None if they were not measured.
 
         Returns:
-            the seconds of all work that is not part of the exact prefill.
+            those of the exact prefill alone.
 
         Raises:
             KVError: see `check.refuse_non_finite`.
@@ -203,14 +207,13 @@ class Prefill(Pass):
         check.refuse_non_finite(self.non_finite)
         for row in self.rows:
             row.finish_audit()
-        return sum(clock.seconds for clock in self.clocks)
-
-    def end(self, n: int, states: dict[int, State], prefill_s: float | None = None) -> None:
-        """Let every row note its cost at the end of a prompt of n tokens, with copies of the states.
-        `prefill_s`: see `Cost`."""
+        prefill_s = None
+        if elapsed_s is not None:
+            prefill_s = elapsed_s - sum(clock.seconds for clock in self.clocks)
         self.exact.states = state_bytes(states)
         for row in self.rows:
             row.end_prompt(n, self.exact, clone_of(states), prefill_s)
+        return prefill_s
 
 
 @dataclass
@@ -239,13 +242,7 @@ class Reading:
     spent_s: float = 0.0
 
 
-def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: Pass) -> Tensor:
-    """Run the model on ids [batch, t] at positions [t] (the same for every row) or [batch, t], and
-    return the logits [batch, vocab] that predict the next token."""
-    return forward_rows(model, ids, positions, state, keep=1)[:, -1]
-
-
-def forward_rows(
+def forward(
     model: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
@@ -338,7 +335,7 @@ def prefill(
         if failure is not None:
             raise failure
         positions = torch.arange(n, n + len(following), device=device)
-        forward(model, torch.tensor([list(following)], device=device), positions, state)
+        forward(model, torch.tensor([list(following)], device=device), positions, state, keep=1)
 
     layers = compressible_layers(model)
     plan_attention(model, len(read))
@@ -352,46 +349,16 @@ def prefill(
         synchronize(device)
         start = time.perf_counter()
         try:
-            logits = forward(model, tokens, positions, state)
+            logits = forward(model, tokens, positions, state, keep=1)
             state.repeat(model, ids[:n], encoder, feed)
         except check.LayerDamaged:
             continue  # the row that wrote has failed; the others start anew
         break
     synchronize(device)
-    seconds = time.perf_counter() - start - state.finish_audit()
-    state.end(n, state.states, seconds)
+    seconds = state.end(n, state.states, time.perf_counter() - start)
+    assert seconds is not None
     exact_bytes = state.exact.at(n)
-    return Reading(rows, None if lead else logits[0], seconds, exact_bytes, n, ids[:n], lead)
-
-
-@dataclass
-class Capture(Pass):
-    """A pass that computes exact attention and keeps queries, keys and values of some layers.
-
-    Attributes:
-        layers: the layers that are kept, by the layer's index; None until they are computed.
-        num_layers: the number of layers of the model.
-        rotary: see `rotary_of`.
-    """
-
-    layers: dict[int, LayerKV | None]
-    num_layers: int
-    rotary: Mapping[int, Rotary] = field(default_factory=dict)
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Compute exact attention, and keep queries, keys and values of the chosen layers."""
-        if call.layer not in self.layers:
-            return call.exact()
-        if call.sliding_window is not None:
-            raise UnsupportedModel(
-                f"layer {call.layer} has a sliding window of {call.sliding_window}; allowed: "
-                "full-attention layers"
-            )
-        out, normalisers = call.exact_with_normalisers()
-        self.layers[call.layer] = layer_kv(
-            call, call.layer, self.num_layers, self.rotary.get(call.layer), normalisers
-        )
-        return out
+    return Reading(rows, None if lead else logits[0, -1], seconds, exact_bytes, n, ids[:n], lead)
 
 
 @torch.inference_mode(False)  # as for `prefill`: the tensors may be written to later
@@ -419,7 +386,16 @@ def capture_layers(
                 f"layers {list(layers)} hold no keys; allowed here, from 0: {full}"
             )
     device = input_device(model)
-    state = Capture(dict.fromkeys(layers), count, rotary_of(model, layers, len(ids), device))
+    rotary = rotary_of(model, layers, len(ids), device)
+    state = Capture(layers)
     tokens = torch.tensor([list(ids)], device=device)
-    forward(model, tokens, torch.arange(len(ids), device=device), state)
-    return {layer: kv for layer, kv in state.layers.items() if kv is not None}
+    forward(model, tokens, torch.arange(len(ids), device=device), state, keep=1)
+    found = {}
+    for layer, (call, normalisers) in state.calls.items():
+        if call.sliding_window is not None:
+            raise UnsupportedModel(
+                f"layer {layer} has a sliding window of {call.sliding_window}; allowed: "
+                "full-attention layers"
+            )
+        found[layer] = layer_kv(call, layer, count, rotary.get(layer), normalisers)
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
+from kvbench.engine.attention import Capture, UnsupportedModel
 from kvbench.kernels.rotation import unrotate
 from kvbench.kv import KVError, Rotary
 
@@ -131,18 +131,6 @@ False where they are not rotated. Other layers (other pairs of channels, other c
 factors that depend on the position) are not in it."""
 
 
-class _Queries(Pass):
-    """Keeps the queries of every layer, [batch, heads, t, head_dim]."""
-
-    def __init__(self) -> None:
-        self.of_layer: dict[int, Tensor] = {}
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Keep the queries; the attention is exact."""
-        self.of_layer[call.layer] = call.query
-        return call.exact()
-
-
 def _table(model: PreTrainedModel, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     """The cosines and sines [p, width] at positions [p] that the model has for a layer, which may not
     use them; None where it has none."""
@@ -169,12 +157,12 @@ def _how_layers_rotate(model: PreTrainedModel, device: torch.device) -> dict[int
     ids = torch.full(
         (len(_PROBED), 1), 5 % model.config.get_text_config().vocab_size, device=device
     )
-    state = _Queries()
+    state = Capture()
     # Without the head, whose logits are not needed.
     model.base_model(input_ids=ids, position_ids=positions[:, None], use_cache=False, kvbench=state)
     rotates: dict[int, bool] = {}
-    for layer, found in state.of_layer.items():
-        queries = found[:, :, 0].float()  # [positions, heads, head_dim]
+    for layer, (call, _) in state.calls.items():
+        queries = call.query[:, :, 0].float()  # [positions, heads, head_dim]
         tolerance = (1e-3 if model.dtype == torch.float32 else 3e-2) * float(queries.abs().max())
 
         def are_equal(plain: Tensor, tolerance: float = tolerance) -> bool:

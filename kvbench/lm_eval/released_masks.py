@@ -22,7 +22,7 @@ from kvbench.engine.attention import LayerCall, Pass, exact_attention
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.model import Model
-from kvbench.engine.prefill import Reading, forward_rows, layer_kv
+from kvbench.engine.prefill import Reading, forward, layer_kv
 from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods.base import Method
@@ -189,7 +189,7 @@ def masked_scores(
         for part in chunks(1, len(continuation), vocabulary(model)):
             wanted = torch.arange(first + part.start, first + part.stop, device=device)
             state = MaskedPass(method, budget, layers)
-            yield part.start, forward_rows(model, ids, positions, state, keep=wanted)
+            yield part.start, forward(model, ids, positions, state, keep=wanted)
 
     return [
         scored_of(log_probabilities([tokens], logits_of(tokens))[0], None)

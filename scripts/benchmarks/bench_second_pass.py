@@ -112,7 +112,7 @@ def graph_bytes(model: Any, n: int, tokens: int) -> int:
         hooks = model.get_input_embeddings().register_forward_hook(
             lambda module, args, output: output.requires_grad_()
         )
-        forward(model, torch.ones(1, tokens, dtype=torch.long), positions, replay)
+        forward(model, torch.ones(1, tokens, dtype=torch.long), positions, replay, keep=1)
         hooks.remove()
     return sum(storage.nbytes() for storage in stored.values())
 

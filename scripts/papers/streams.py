@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.ask import vocabulary
-from kvbench.engine.attention import LayerCall, Pass, UnsupportedModel
+from kvbench.engine.attention import Capture, LayerCall, Pass, UnsupportedModel
 from kvbench.engine.device import input_device
-from kvbench.engine.prefill import Capture, forward_rows
+from kvbench.engine.prefill import forward
 from kvbench.engine.rotary import table_change
 from kvbench.errors import UserError
 from kvbench.kernels.logits import softcapped, softmax
@@ -74,11 +74,9 @@ def rotation_of(model: Any) -> Rotary | None:
     later = torch.tensor([3, 17, 40], device=ids.device)
     keys = []
     for positions in (torch.zeros_like(later), later):
-        state = Capture({0: None}, 1)
-        forward_rows(model, ids, positions, state, keep=1)
-        layer = state.layers[0]
-        assert layer is not None
-        keys.append(layer.keys)
+        state = Capture([0])
+        forward(model, ids, positions, state, keep=1)
+        keys.append(state.calls[0][0].key)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     difference = (rotated(keys[0], *rotation(later)) - keys[1].float()).abs().max()
     if float(difference) > tolerance * float(keys[1].abs().max()):
@@ -208,7 +206,7 @@ def stream(
             position_ids = position_ids.clamp(max=state.most)
         elif positions == "cache":  # the state rotates; the model rotates nothing at position 0
             position_ids = torch.zeros_like(position_ids)
-        logits = forward_rows(model, chunk[None], position_ids, state)[0]
+        logits = forward(model, chunk[None], position_ids, state)[0]
         state.seen += len(chunk)
         yield nll_of(logits, tokens[begin + 1 : begin + 1 + len(chunk)])
 
@@ -217,15 +215,13 @@ def recomputed(model: Any, ids: Sequence[int], recent: int, rows: int = 16) -> I
     """The same without a cache: each token by a fresh pass over the `recent` + 1 tokens before it,
     `rows` passes at a time."""
     tokens = torch.tensor(list(ids), device=input_device(model))
-    exact = Capture({}, 0)
+    exact = Capture(())
     positions = torch.arange(min(recent + 1, len(tokens)), device=tokens.device)
-    logits = forward_rows(model, tokens[None, : recent + 1], positions, exact)[0]
+    logits = forward(model, tokens[None, : recent + 1], positions, exact)[0]
     yield nll_of(logits, tokens[1 : recent + 2])
     for last in torch.arange(recent + 1, len(tokens) - 1, device=tokens.device).split(rows):
         windows = tokens[last[:, None] - recent + positions]
-        yield nll_of(
-            forward_rows(model, windows, positions, exact, keep=1)[:, -1], tokens[last + 1]
-        )
+        yield nll_of(forward(model, windows, positions, exact, keep=1)[:, -1], tokens[last + 1])
 
 
 def read_text(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.engine.ask import read
 from kvbench.engine.attention import LayerCall, Pass
-from kvbench.engine.prefill import forward_rows
+from kvbench.engine.prefill import forward
 from kvbench.kv import Budget, KVError
 from kvbench.lm_eval.released_masks import (
     imagined_cost,
@@ -109,7 +109,7 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
     model.set_attn_implementation("kvbench")
     tokens = torch.tensor([[*ids, *answer]])
     with torch.no_grad():
-        logits = forward_rows(model, tokens, torch.arange(56), Masked())[0, 49:-1]
+        logits = forward(model, tokens, torch.arange(56), Masked())[0, 49:-1]
     expected = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     (scored,) = masked_scores(model, ids, [answer], method, budget)
     assert scored.logprobs == pytest.approx((-expected).tolist(), abs=1e-4)

@@ -75,7 +75,7 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
     tmp_path, monkeypatch
 ):
     """300 entries fit in the first layer, and of exact caches no prompt of more than 100 tokens."""
-    forward, prefill = engine_decode.forward_rows, engine.prefill
+    forward, prefill = engine_decode.forward, engine.prefill
 
     def short_forward(model: Any, ids: Tensor, positions: Tensor, state: Any, **rest: Any) -> Any:
         rows = getattr(state, "rows", [])
@@ -88,7 +88,7 @@ def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_othe
             raise torch.OutOfMemoryError("CUDA out of memory: the cache")
         return prefill(model, ids, rows, **options)
 
-    monkeypatch.setattr(engine_decode, "forward_rows", short_forward)
+    monkeypatch.setattr(engine_decode, "forward", short_forward)
     monkeypatch.setattr(engine, "prefill", short_prefill)
     settings = [(80, 2, "largest"), (120, 2, 1), (60, 2, 1)]
     result = run_job(job(tmp_path, Throughput(settings=settings, runs=1, most_batch=8)))

@@ -61,14 +61,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def short_memory(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """No forward pass of more than so many rows."""
-    real = engine_decode.forward_rows
+    real = engine_decode.forward
 
     def forward(model: Any, ids: Any, *rest: Any, **how: Any) -> Any:
         if ids.shape[0] > rows:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {ids.shape[0]} rows")
         return real(model, ids, *rest, **how)
 
-    monkeypatch.setattr(engine_decode, "forward_rows", forward)
+    monkeypatch.setattr(engine_decode, "forward", forward)
 
 
 def test_records_are_the_same_at_any_batch_size(tmp_path: Path, alone: Any) -> None:

@@ -116,7 +116,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
                 raise MemoryError
             return super().score(prediction, example)
 
-    real = prefill.forward_rows
+    real = prefill.forward
 
     def forward(model: Any, ids: Any, positions: Any, state: Any, *rest: Any, **more: Any) -> Any:
         if state.rows[0].example_id == "e1" and (
@@ -126,7 +126,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
         return real(model, ids, positions, state, *rest, **more)
 
     for module in (prefill, decode):
-        monkeypatch.setattr(module, "forward_rows", forward)
+        monkeypatch.setattr(module, "forward", forward)
     for rows in records_of(run_job(make_job(tmp_path, echo=Tight(count=3)))).values():
         assert [r["status"] for r in rows] == ["ok", "oom", "ok"]
         assert [r.get("retried") for r in rows] == [None, True, None]
