@@ -79,7 +79,7 @@ class Cache:
     values then begin with the first entry that is not.
 
     Args:
-        kept: what a method keeps of the prompt, batch 1.
+        compressed: what a method keeps of the prompt, batch 1.
         room: how many tokens will be added, 0 if the caller does not know.
         capacity: the entries per head that the method may hold after prefill.
         window: the length of the layer's sliding window in tokens; None for full attention.
@@ -106,7 +106,7 @@ class Cache:
 
     def __init__(
         self,
-        kept: CompressedKV,
+        compressed: CompressedKV,
         room: int = 0,
         hook: Hook = GROW,
         *,
@@ -118,27 +118,27 @@ class Cache:
     ) -> None:
         if hook.granted is not None:
             # The cache grows up to what is granted; a token is added before one leaves.
-            room = min(room, max(0, hook.granted - kept.keys.shape[2]) + 1)
+            room = min(room, max(0, hook.granted - compressed.keys.shape[2]) + 1)
         self.capacity, self.window, self.hook = capacity, window, hook
         self.packed: PackedEntries | None = None
         if scheme is not None:
-            codecs = scheme.codecs(kept.keys[0], kept.values[0], layer=layer, seed=seed)
+            codecs = scheme.codecs(compressed.keys[0], compressed.values[0], layer=layer, seed=seed)
             self.packed = PackedEntries(*codecs)
-        self.length = kept.keys.shape[2]
-        self.keys_only = kept.keys_only
+        self.length = compressed.keys.shape[2]
+        self.keys_only = compressed.keys_only
         tensors = {
-            "keys": kept.keys[:, :, self.first_key :],
-            "values": kept.values[:, :, self.first_value - kept.keys_only :],
-            "positions": kept.positions,
-            "log_weights": kept.log_weights,
-            "scores": kept.scores if hook.keeps_scores else None,
-            "denominators": kept.denominators,
+            "keys": compressed.keys[:, :, self.first_key :],
+            "values": compressed.values[:, :, self.first_value - compressed.keys_only :],
+            "positions": compressed.positions,
+            "log_weights": compressed.log_weights,
+            "scores": compressed.scores if hook.keeps_scores else None,
+            "denominators": compressed.denominators,
         }
         for name, tensor in tensors.items():
             setattr(self, name, None if tensor is None else _with_room(tensor[0], room))
         self.value_range: tuple[Tensor, Tensor] | None = None
-        if kept.value_range is not None:
-            least, largest = kept.value_range
+        if compressed.value_range is not None:
+            least, largest = compressed.value_range
             self.value_range = (least[0], largest[0])
         self._moments = 0  # how many times bytes were counted: after the prompt, and at every step
         self._bytes_sum = 0
@@ -284,18 +284,18 @@ class Cache:
         if self.packed is not None:
             self.packed = PackedEntries(*(codec.without(entry) for codec in self.packed))
 
-    def replace_with(self, kept: CompressedKV) -> None:
+    def replace_with(self, compressed: CompressedKV) -> None:
         """Hold what a method keeps of the entries (`PeriodicCompression.after_token`)."""
-        indices, count = kept.positions[0], kept.positions.shape[2]
+        indices, count = compressed.positions[0], compressed.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, indices)
         if self.log_weights is not None:
             self.log_weights[:, :count] = self.log_weights.gather(1, indices)
-        if kept.log_weights is not None:
+        if compressed.log_weights is not None:
             if self.log_weights is None:
-                self.log_weights = kept.log_weights.new_zeros(self.positions.shape)
-            self.log_weights[:, :count] += kept.log_weights[0]
-        self.keys[:, :count] = kept.keys[0]
-        self.values[:, :count] = kept.values[0]
+                self.log_weights = compressed.log_weights.new_zeros(self.positions.shape)
+            self.log_weights[:, :count] += compressed.log_weights[0]
+        self.keys[:, :count] = compressed.keys[0]
+        self.values[:, :count] = compressed.values[0]
         self.length = count
 
     # --- attention --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -74,15 +73,6 @@ def unwritten(label: str, layer: LayerKV, **others: Tensor) -> Iterator[None]:
                 raise LayerDamaged(label, name, layer.layer_index)
 
 
-class Compressed(NamedTuple):
-    """The entries that a method keeps of a layer (checked by `check_held`), how many it may keep per
-    head, and the time of the method's own work."""
-
-    kept: CompressedKV
-    capacity: int
-    clock: Elapsed
-
-
 def compress(
     label: str,
     method: Method,
@@ -90,14 +80,17 @@ def compress(
     budget: Budget,
     generator: torch.Generator,
     carried: dict[str, Tensor],
-) -> Compressed:
+) -> tuple[CompressedKV, int, Elapsed]:
     """Let `method`, which messages call `label`, compress the layer. `carried` are the tensors that it
     stored at earlier layers.
+
+    Returns:
+        the entries that it keeps, how many it may keep per head, and the time of its own work.
 
     Raises:
         LayerDamaged: see `unwritten`.
         KVError: see `Budget.check_compresses`.
-        TypeError, ValueError: see `check_held`. Whatever the method raises is raised, too.
+        TypeError, ValueError: see `check_compressed`. Whatever the method raises is raised, too.
     """
     if method.uses_budget:
         budget.check_compresses(layer.n)
@@ -106,10 +99,10 @@ def compress(
             torch.set_num_threads(1)
         capacity = method.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
         clock = Elapsed(layer.keys.device)
-        kept = method.compress(replace(layer, carried=carried), budget, generator)
+        compressed = method.compress(replace(layer, carried=carried), budget, generator)
         clock.stop()
-    check_held(kept, layer)
-    return Compressed(kept, capacity, clock)
+    check_compressed(compressed, layer)
+    return compressed, capacity, clock
 
 
 def observe(
@@ -130,7 +123,7 @@ def observe(
         method.observe(replace(layer, carried=carried), replay, budget)
 
 
-def check_held(held: CompressedKV, layer: LayerKV) -> None:
+def check_compressed(compressed: CompressedKV, layer: LayerKV) -> None:
     """Refuse what a method returned if it cannot replace the layer, before it is batched with the rows
     of other methods.
 
@@ -138,20 +131,23 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
         TypeError: it is not a `CompressedKV`, or one of its tensors is not a tensor.
         ValueError: the tensor, its shape, dtype and device, and what is allowed.
     """
-    if type(held) is not CompressedKV:  # a subclass could count its entries and bytes otherwise
-        raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
-    if not isinstance(held.keys, Tensor):
-        raise TypeError(f"keys are a {type(held.keys).__name__}; allowed: a tensor")
-    if held.keys.dim() == 4 and not held.keys.shape[2]:
+    # A subclass could count its entries and bytes otherwise.
+    if type(compressed) is not CompressedKV:
+        raise TypeError(f"compress returned a {type(compressed).__name__}; allowed: a CompressedKV")
+    if not isinstance(compressed.keys, Tensor):
+        raise TypeError(f"keys are a {type(compressed.keys).__name__}; allowed: a tensor")
+    if compressed.keys.dim() == 4 and not compressed.keys.shape[2]:
         raise ValueError("compress kept no entry; allowed: at least one per KV head")
-    heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
+    heads = compressed.keys.shape[1] if compressed.keys.dim() == 4 else 0
     repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
     batch, kv_heads = layer.keys.shape[:2]
-    entries = (batch, repeats * kv_heads, *held.keys.shape[2:3])
-    most = held.keys.shape[2] if held.keys.dim() == 4 else 0
-    if not isinstance(held.keys_only, int) or not 0 <= held.keys_only <= most:
-        raise ValueError(f"keys_only is {held.keys_only!r}; allowed: 0 to {most}, the entries")
-    with_value = (*entries[:2], *(c - held.keys_only for c in entries[2:]))
+    entries = (batch, repeats * kv_heads, *compressed.keys.shape[2:3])
+    most = compressed.keys.shape[2] if compressed.keys.dim() == 4 else 0
+    if not isinstance(compressed.keys_only, int) or not 0 <= compressed.keys_only <= most:
+        raise ValueError(
+            f"keys_only is {compressed.keys_only!r}; allowed: 0 to {most}, the entries"
+        )
+    with_value = (*entries[:2], *(c - compressed.keys_only for c in entries[2:]))
     allowed = {
         "keys": ((*entries, layer.keys.shape[-1]), layer.keys.dtype),
         "values": ((*with_value, layer.values.shape[-1]), layer.values.dtype),
@@ -163,7 +159,7 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     }
     device = layer.keys.device
     for name, (shape, dtype) in allowed.items():
-        part = getattr(held, name)
+        part = getattr(compressed, name)
         if part is None and name in ("log_weights", "scores", "denominators", "lengths"):
             continue
         if not isinstance(part, Tensor):
@@ -173,15 +169,15 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
                 f"{name} are {tuple(part.shape)} {part.dtype} on {part.device}; "
                 f"allowed: {shape} {dtype} on {device}"
             )
-    least_and_most = held.value_range
+    least_and_most = compressed.value_range
     if least_and_most is not None:
         ends = (*entries[:2], layer.values.shape[-1])
         if [getattr(end, "shape", None) for end in least_and_most] != [ends, ends]:
             raise ValueError(
                 f"value_range is not of two tensors of the shape {ends}; allowed: that"
             )
-    if held.lengths is not None and device.type == "cpu":  # a GPU would be waited for
-        fewest, longest = map(int, held.lengths.aminmax())
+    if compressed.lengths is not None and device.type == "cpu":  # a GPU would be waited for
+        fewest, longest = map(int, compressed.lengths.aminmax())
         if fewest < 1 or longest > most:
             raise ValueError(
                 f"lengths are {fewest} to {longest}; allowed: 1 to {most}, the entries"

@@ -118,12 +118,12 @@ class PeriodicCompression(Hook):
             log_weights=None if cache.log_weights is None else cache.log_weights[None, :, :n],
             shared={},
         )
-        kept = check.compress(
+        compressed, _, _ = check.compress(
             self.label, self.method, layer, self._budget_of(size), self.generator, {}
-        ).kept
-        if kept.charged > size + 1:
-            raise BudgetExceeded(self.label, layer.layer_index, size, kept.charged)
-        cache.replace_with(kept)
+        )
+        if compressed.charged > size + 1:
+            raise BudgetExceeded(self.label, layer.layer_index, size, compressed.charged)
+        cache.replace_with(compressed)
 
 
 def hook_of(method: Method, granted: int, sink: int) -> Hook:

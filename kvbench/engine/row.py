@@ -68,7 +68,7 @@ class Row:
         entries: for each layer that the method compresses, [kv_heads] int64, the entries that each head
             holds of the prompt. Counts made on a GPU stay there until `finish_audit`.
         carried: the tensors that the method stored at earlier layers of this prompt.
-        compressed: whether the method compresses this prompt.
+        compresses: whether the method compresses this prompt.
         failure: the exception that stopped this row, or None; the other rows go on.
         clocks: the clocks of compression.
         prompt_cost: the cost at the end of the prefill; None before.
@@ -93,7 +93,7 @@ class Row:
     states: dict[int, State] = field(default_factory=dict)
     entries: dict[int, Tensor] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
-    compressed: bool = False
+    compresses: bool = False
     failure: Exception | None = None
     clocks: list[Elapsed] = field(default_factory=list)
     prompt_cost: Cost | None = None
@@ -113,12 +113,12 @@ class Row:
         is longer than its capacity and the method uses the budget."""
         self._release()
         self.clocks, self.fed, self.end_cost = [], 0, None
-        self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
+        self.compresses = self.method.uses_budget and n > self.budget.capacity(n)
 
     @property
     def has_second_pass(self) -> bool:
         """Whether the model repeats this prompt for the method before the method compresses it."""
-        return self.compressed and self.method.second_pass is not None
+        return self.compresses and self.method.second_pass is not None
 
     def compress(
         self, layer: int, kv: LayerKV, on_compress: Callable[[str], None] = lambda label: None
@@ -135,22 +135,22 @@ class Row:
             return
         kv.charged.clear()
         limit = None
-        if not self.compressed and self.method.evicts and self.method.uses_budget:
+        if not self.compresses and self.method.evicts and self.method.uses_budget:
             limit = self.budget.limit(kv.n)
         try:
-            if self.compressed or limit is not None:
+            if self.compresses or limit is not None:
                 on_compress(self.label)
                 self.carry_to(kv.keys.device)
                 generator = layer_generator(self.seed, self.example_id, layer)
                 budget = self.budget if limit is None else WHOLE
-                kept, capacity, clock = check.compress(
+                compressed, capacity, clock = check.compress(
                     self.label, self.method, kv, budget, generator, self.carried
                 )
                 self.clocks.append(clock)
             else:
-                kept, capacity = keep_all(kv), kv.n
+                compressed, capacity = keep_all(kv), kv.n
             clock = Elapsed(kv.keys.device)
-            self._hold(layer, kept, capacity, limit, kv)
+            self._hold(layer, compressed, capacity, limit, kv)
             self.clocks.append(clock.stop())
         except check.LayerDamaged as failure:
             self.fail(failure)
@@ -165,7 +165,12 @@ class Row:
             self.carried[name] = tensor.to(device)
 
     def _hold(
-        self, layer: int, kept: CompressedKV, capacity: int, limit: int | None, prompt: LayerKV
+        self,
+        layer: int,
+        compressed: CompressedKV,
+        capacity: int,
+        limit: int | None,
+        prompt: LayerKV,
     ) -> None:
         """Make the caches of a layer, and audit them; a GPU's counts at `finish_audit`.
 
@@ -181,10 +186,12 @@ class Row:
         """
         hook = self._hook(layer, capacity, limit, prompt)
         acts = f"{type(self.method).__name__} acts on its entries while decoding, and holds"
-        if hook is not GROW and kept.lengths is not None:
+        if hook is not GROW and compressed.lengths is not None:
             raise KVError(f"{acts} heads of different lengths; allowed: one or the other")
-        if hook.granted is not None and kept.keys_only:
-            raise KVError(f"{acts} {kept.keys_only} without a value; allowed: one or the other")
+        if hook.granted is not None and compressed.keys_only:
+            raise KVError(
+                f"{acts} {compressed.keys_only} without a value; allowed: one or the other"
+            )
         scheme = self.method.quantization()
         self.caches[layer] = caches = tuple(
             Cache(
@@ -196,9 +203,9 @@ class Row:
                 layer=layer,
                 seed=self.seed,
             )
-            for part in heads_of(kept)
+            for part in heads_of(compressed)
         )
-        lengths = kept.lengths
+        lengths = compressed.lengths
         self.entries[layer] = caches[0].count() if lengths is None else lengths[0].cpu()
         if not self.entries[layer].is_cuda:
             self._check_prompt(layer)
@@ -211,7 +218,7 @@ class Row:
             name = f"{self.example_id}\0while decoding"
             generator = layer_generator(self.seed, name, layer)
             return PeriodicCompression(method, schedule, self.label, self.budget, prompt, generator)
-        if not self.compressed and limit is None:
+        if not self.compresses and limit is None:
             return GROW
         granted = capacity if limit is None else limit
         if method.uses_budget and not method.saves_memory:
@@ -219,10 +226,10 @@ class Row:
             granted = self.budget.capacity(capacity)
         return hook_of(method, granted, self.budget.sink)
 
-    def keep(self, layer: int, kept: CompressedKV, window: int | None) -> None:
+    def keep(self, layer: int, compressed: CompressedKV, window: int | None) -> None:
         """Hold a layer that is not compressed: its sliding window, or all of it."""
         if self.failure is None:
-            cache = Cache(kept, self.room, capacity=kept.keys.shape[2], window=window)
+            cache = Cache(compressed, self.room, capacity=compressed.keys.shape[2], window=window)
             self.caches[layer] = (cache,)
 
     def charged(self, layer: int, entries: Tensor) -> int:
@@ -254,7 +261,7 @@ class Row:
                     self._check_prompt(layer)
             except BudgetExceeded as failure:
                 self.fail(failure)
-        if self.compressed and self.method.keeps_entries and self.failure is None:
+        if self.compresses and self.method.keeps_entries and self.failure is None:
             repeated = self._first_repeated()
             if repeated is not None:
                 _say_repeated(self.label, repeated)
@@ -287,7 +294,7 @@ class Row:
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
             exact_bytes=exact.at(n),
-            compressed=self.compressed or self.method.quantize is not None,
+            compressed=self.compresses or self.method.quantize is not None,
             compress_s=sum(clock.seconds for clock in self.clocks),
             prefill_s=prefill_s,
         )
@@ -442,24 +449,26 @@ class Row:
         return self.end_cost or self.prompt_cost
 
 
-def heads_of(kept: CompressedKV) -> Iterable[CompressedKV]:
+def heads_of(compressed: CompressedKV) -> Iterable[CompressedKV]:
     """Split what a method keeps of a layer by heads, without padding, where these hold different numbers
     of entries; else yield it whole.
 
     Raises:
         KVError: heads of different lengths have scores, signed weights or entries without values.
     """
-    if kept.lengths is None:
-        yield kept
+    if compressed.lengths is None:
+        yield compressed
         return
-    if kept.keys_only or kept.scores is not None or kept.denominators is not None:
+    if compressed.keys_only or compressed.scores is not None or compressed.denominators is not None:
         raise KVError(
             "heads of different lengths hold scores, signed weights or keys without values; "
             "allowed: keys, values and log_weights"
         )
-    for head, length in enumerate(kept.lengths[0].tolist()):
+    for head, length in enumerate(compressed.lengths[0].tolist()):
         own = (slice(None), slice(head, head + 1), slice(length))
-        weights = None if kept.log_weights is None else kept.log_weights[own]
+        weights = None if compressed.log_weights is None else compressed.log_weights[own]
         if weights is not None and not weights.any():
             weights = None  # zeros are not stored, as `CompressedKV.nbytes` counts
-        yield CompressedKV(kept.keys[own], kept.values[own], weights, kept.positions[own])
+        yield CompressedKV(
+            compressed.keys[own], compressed.values[own], weights, compressed.positions[own]
+        )

@@ -13,7 +13,7 @@ import torch
 from support.jobs import SMALL, make_job, records_of
 from support.tiny import Everything, Greedy, tiny_model
 
-from kvbench.engine.check import check_held
+from kvbench.engine.check import check_compressed
 from kvbench.kv import (
     Budget,
     BudgetExceeded,
@@ -209,10 +209,10 @@ HELD = gather_entries(LAYER, torch.arange(50, 75).expand(1, 2, -1), torch.zeros(
 
 
 def test_fields_that_fit_are_accepted() -> None:
-    check_held(HELD, LAYER)
+    check_compressed(HELD, LAYER)
     assert keep_all(LAYER).entries.tolist() == [[75, 75]]
     twice = torch.zeros(1, 4, 9, 16)  # keys repeated to query heads
-    check_held(CompressedKV(twice, twice, None, torch.zeros(1, 4, 9).long()), LAYER)
+    check_compressed(CompressedKV(twice, twice, None, torch.zeros(1, 4, 9).long()), LAYER)
 
 
 def test_a_share_of_the_prompt_is_the_share_in_all() -> None:

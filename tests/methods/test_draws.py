@@ -53,7 +53,7 @@ def test_draws_depend_on_seed_example_and_layer_only() -> None:
         for example in examples:
             rows = [Row(name, build_method(name), SMALL, 5, example, room=0) for name in names]
             for row in rows:
-                row.compressed = True
+                row.compresses = True
             prefill(model, prompt_ids(90, seed=int(example)), rows)
             for row in rows:
                 assert row.failure is None

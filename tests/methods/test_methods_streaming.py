@@ -17,7 +17,7 @@ from support.method_layers import attend, make_layer, run
 from torch import Tensor
 
 from kvbench.engine.cache import Cache
-from kvbench.engine.check import check_held
+from kvbench.engine.check import check_compressed
 from kvbench.kernels.online_clusters import BLOCK
 from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import softmax_balance
@@ -323,7 +323,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
     assert 0 < without < count - window
     assert kept.values.shape[2] == count - without
     with pytest.raises(ValueError, match="values are"):
-        check_held(replace(kept, keys_only=0), layer)
+        check_compressed(replace(kept, keys_only=0), layer)
     cache = Cache(kept, 4, capacity=count, scheme=method.quantization())
     held_keys, held_values = kept.keys[0].double(), kept.values[0].double()
     if bits is None:

@@ -355,7 +355,7 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     torch.manual_seed(0)
     method, layer = build_method(name, **options), make_layer(300, kv_heads=2, num_layers=1)
     row = Row(name, method, budget, 0, "x", room=0)
-    row.compressed = True
+    row.compresses = True
     row._hold(0, run(method, layer, budget), budget.capacity(300), None, layer)
     (cache,), queries = row.caches[0], method.schedule and method.schedule.queries
     most = cache.length
