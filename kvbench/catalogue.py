@@ -27,7 +27,7 @@ TITLES = {
         "tables and figures of papers: experiment=<name>, or kvbench reproduce <name>",
     ),
 }
-"""What conf/ and conf/papers/ hold of a kind, of which both have files."""
+"""Titles for the files of conf/ and for those of conf/papers/, where a kind has both."""
 
 
 def config_dir() -> Path:

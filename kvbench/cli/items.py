@@ -87,8 +87,9 @@ def experiment_called(name: str) -> str:
 
 
 def listed(kind: str) -> dict[str, dict[str, str]]:
-    """What ``kvbench list`` prints: by the title of each section the names and a text about each. Of a
-    paper's table or figure that is its status, what it shows and what the paper's own run needs."""
+    """The choices of a kind as ``kvbench list`` prints them: by the title of each section the names, and
+    a text about each. A paper's table or figure has its status, what it shows and what the paper's own
+    run needs."""
     if kind != "experiments":
         return sections_of(kind)
     (ours, of_ours), (theirs, of_papers) = sections_of(kind).items()

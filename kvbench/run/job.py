@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -14,15 +14,15 @@ from typing import Any
 from kvbench.engine.fingerprint import commit_of
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.records.aside import Aside, aside_of
-from kvbench.records.read import COMMON_FIELDS
-from kvbench.records.schema import FORMAT
+from kvbench.records.aside import Aside, aside_of, lines_of
+from kvbench.records.read import MANIFEST, read_manifest
+from kvbench.records.schema import COMMON_FIELDS, FORMAT
 from kvbench.records.shards import Shard
 from kvbench.records.store import config_hash, run_folder, safe_name
 from kvbench.run.identity import settings_alone, without_defaults
 from kvbench.run.plan import Fields, Methods, Plan, TaskPlan, Work, WorkItem
 from kvbench.run.session import Session
-from kvbench.run.source import source_of
+from kvbench.run.source import changed_since, has_no_commit, source_of, unsaved
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,40 @@ class Job:
                 "say so"
             )
         return lines
+
+    @property
+    def warnings_of_code(self) -> Iterator[str]:
+        """A line for what cannot be continued, for a checkout without git, for a shard whose code is not
+        that of the others, and for records that shipped code has made before it was changed in another
+        commit."""
+        modules = dict.fromkeys(
+            name for own in self.settings.values() for name in unsaved(own["source"])
+        )
+        for module in modules:
+            yield f"{module} has no file that could be compared later: this run is never continued"
+        is_anew = not all(folder.is_dir() for folder in self.folders.values())
+        if is_anew and has_no_commit() and any(run.records for run in self.aside):
+            yield (
+                "git does not answer for kvbench's folder, so that each of its files counts as edited: "
+                "this run begins anew, and records that were made with git are left aside"
+            )
+        if self.shard is not None:
+            for line in lines_of(self.aside):
+                yield f"shard {self.shard} is of other code or weights than {line}, which are left aside"
+        commit = str(self.extra.get("code_revision")).removesuffix("+dirty")
+        for label, (method, _) in self.methods.items():
+            path = self.folders[label] / MANIFEST
+            if self.rerun is not None or not path.is_file():
+                continue
+            made_by = str(read_manifest(path).get("code_revision")).removesuffix("+dirty")
+            if made_by not in (commit, "None", "unknown"):
+                files = changed_since(made_by, method, *self.code_of_task)
+                if files:
+                    yield (
+                        f"{label} goes on with records of commit {made_by[:10]}, where "
+                        f"{', '.join(files)} had other code of the same version; rerun=true runs them "
+                        "again"
+                    )
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:

@@ -76,7 +76,8 @@ def print_dry_run(job: Job, name: str = "") -> None:
             f"{str(session.dtype).removeprefix('torch.')}",
             f"  results in {folder}",
         ]
-        lines += [f"  warning: {warning}" for warning in job.warnings]
+        warnings = [*job.warnings, *(job.warnings_of_code if is_here else ())]
+        lines += [f"  warning: {warning}" for warning in warnings]
     if is_here:
         lines += [f"  left aside: {line}" for line in lines_of(job.aside)]
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +30,11 @@ from kvbench.engine.device import (
     used_bytes,
 )
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
-from kvbench.records.aside import lines_of
-from kvbench.records.read import MANIFEST, read_manifest, recorded
+from kvbench.records.read import recorded
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
 from kvbench.run.plan import Fields, Methods, Work, WorkItem, status_of
 from kvbench.run.progress import Progress, decoder_layers
-from kvbench.run.source import changed_since, has_no_commit, unsaved
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +131,7 @@ class Runner:
             for records in self._run(group):
                 failed |= any(record.get("error") is not None for record in records)
                 yield records
-            if failed and not self._can_go_on():
+            if failed and not device_is_usable(self.session.device):
                 when = f"after example {group[-1][0].id!r}, whose records say why"
                 raise DeviceLost(self.session.device, when)
 
@@ -141,7 +139,7 @@ class Runner:
         """Run a group. Yields the records of each item: first those that are final, then those of the
         items that run again, in halves of the group."""
         by_item, failure = self._attempt(group)
-        goes_on = failure is None or self._can_go_on()
+        goes_on = failure is None or device_is_usable(self.session.device)
         out_of_memory = failure is not None and is_out_of_memory(failure)
         again: list[Work] = []
         for (item, methods), records in zip(group, by_item, strict=True):
@@ -154,9 +152,9 @@ class Runner:
             elif suspects and goes_on and len(methods) > 1:
                 others = [record for record in records if record["method"] not in suspects]
                 alone = {label: own for label, own in methods.items() if label in suspects}
-                yield _in_order(methods, [*others, *self._one_at_a_time(item, alone)])
+                yield [*others, *self._one_at_a_time(item, alone)]
             else:
-                yield _in_order(methods, [*records, *lost])
+                yield [*records, *lost]
         del by_item, failure  # they refer to tensors, which would stay in memory
         if not again:
             if len(group) > 1 or not out_of_memory:
@@ -180,9 +178,6 @@ class Runner:
             self._give_back_memory()
             for records in self._run([(item, {label: method})]):
                 yield from ({**record, "retried": True} for record in records)
-
-    def _can_go_on(self) -> bool:
-        return device_is_usable(self.session.device)
 
     def _give_back_memory(self) -> None:
         """Free the decoding steps that were captured for later prompts, and the device's unused
@@ -257,11 +252,6 @@ def _missing(
     ]
 
 
-def _in_order(methods: Methods, records: Collection[Fields]) -> list[Fields]:
-    order = list(methods)
-    return sorted(records, key=lambda record: order.index(record["method"]))
-
-
 @dataclass(frozen=True)
 class JobResult:
     """The result of a job.
@@ -294,7 +284,7 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
     seconds = dict.fromkeys(("load", "prefill", "compress", "decode"), 0.0)
     if not device_is_usable(job.session.device):
         raise DeviceLost(job.session.device, "since an earlier job")
-    for warning in [*job.warnings, *_warnings_of_code(job)]:
+    for warning in [*job.warnings, *job.warnings_of_code]:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
     _load_model_if_needed(job)
     written = 0
@@ -329,39 +319,6 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         all_ids = record_ids(job.within_limit)
         complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
     return JobResult(job.folders, failed, written, records, complete, seconds)
-
-
-def _warnings_of_code(job: Job) -> Iterator[str]:
-    """A line for what cannot be continued, for a checkout without git, for a shard whose code is not
-    that of the others, and for records that shipped code has made before it was changed in another
-    commit."""
-    modules = dict.fromkeys(
-        name for own in job.settings.values() for name in unsaved(own["source"])
-    )
-    for module in modules:
-        yield f"{module} has no file that could be compared later: this run is never continued"
-    is_anew = not all(folder.is_dir() for folder in job.folders.values())
-    if is_anew and has_no_commit() and any(run.records for run in job.aside):
-        yield (
-            "git does not answer for kvbench's folder, so that each of its files counts as edited: this "
-            "run begins anew, and records that were made with git are left aside"
-        )
-    if job.shard is not None:
-        for line in lines_of(job.aside):
-            yield f"shard {job.shard} is of other code or weights than {line}, which are left aside"
-    commit = str(job.extra.get("code_revision")).removesuffix("+dirty")
-    for label, (method, _) in job.methods.items():
-        path = job.folders[label] / MANIFEST
-        if job.rerun is not None or not path.is_file():
-            continue
-        made_by = str(read_manifest(path).get("code_revision")).removesuffix("+dirty")
-        if made_by not in (commit, "None", "unknown"):
-            files = changed_since(made_by, method, *job.code_of_task)
-            if files:
-                yield (
-                    f"{label} goes on with records of commit {made_by[:10]}, where {', '.join(files)} "
-                    "had other code of the same version; rerun=true runs them again"
-                )
 
 
 def _passes(records: Sequence[Fields]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from kvbench.records.aside import _why, aside_of, lines_of
 from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
 from kvbench.report.runs import load_experiment
+from kvbench.run import job as jobs
 from kvbench.run import source
 from kvbench.run.runner import run_job
 
@@ -374,9 +375,7 @@ def test_without_git_a_line_says_why_a_run_begins_anew(
 def test_a_changed_commit_of_one_version_is_said(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
-    from kvbench.run import runner
-
-    monkeypatch.setattr(runner, "changed_since", lambda commit, *code: [f"{commit}/exact.py"])
+    monkeypatch.setattr(jobs, "changed_since", lambda commit, *code: [f"{commit}/exact.py"])
     methods = {"exact": build_method("exact")}
     for commit in ("old", "old+dirty", "new"):
         run_job(make_job(tmp_path, methods, extra={"code_revision": commit}))
