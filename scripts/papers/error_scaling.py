@@ -211,13 +211,16 @@ def main(arguments: Sequence[str]) -> None:
     # A line of a figure has one x for all repetitions of a size.
     sizes = frame.groupby(["dataset", "method", "kept"])["held"]
     frame["entries"] = sizes.transform("mean")
-    found = slopes(frame[frame["kept"] <= run.fit * run.n])
-    found["fitted to"] = f"{run.fit * run.n:.0f} entries kept"
     rows: Any = frame.to_dict("records")
-    rows_of_slopes: Any = found.to_dict("records")
     run.save(rows, y="scaled_error", x="entries", by="method", panel="dataset", log=True)
-    print(f"slopes up to {run.fit * run.n:.0f} entries kept:\n{with_intervals(found).to_string()}")
-    run.save(rows_of_slopes, y="slope", x="dataset", by="method", panel="fitted to", part="slopes")
+    fitted_to = f"{run.fit * run.n:.0f} entries kept"
+    found = slopes(frame[frame["kept"] <= run.fit * run.n])
+    if found.empty:
+        print(f"no slopes: up to {fitted_to} there are fewer than two sizes, or no errors")
+        return
+    print(f"slopes up to {fitted_to}:\n{with_intervals(found).to_string()}")
+    rows = found.assign(**{"fitted to": fitted_to}).to_dict("records")
+    run.save(rows, y="slope", x="dataset", by="method", panel="fitted to", part="slopes")
 
 
 if __name__ == "__main__":
