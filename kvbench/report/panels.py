@@ -183,7 +183,8 @@ def kept_figure(group: Group) -> Drawn | None:
     """
     if "kept" not in group.records:
         return None
-    with_kept = group.records.dropna(subset=["kept"])
+    # A number in 0.2.0's records of error_scaling.
+    with_kept = group.records[[isinstance(kept, Mapping) for kept in group.records["kept"]]]
     with_kept = with_kept[with_kept["method"].ne(BASELINE)].drop_duplicates(
         ["seed", "example_id", "variant"]
     )

@@ -125,6 +125,15 @@ def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_pa
     assert one.chart["panels"][1]["values"][0][0] is None
 
 
+def test_records_of_a_probe_that_ended_are_read_as_scores(tmp_path: Path) -> None:
+    """0.2.0's error_scaling asked for a figure of slopes, and its `kept` is a number."""
+    figure = {"kind": "scaling", "x": "held", "y": "scaled_error", "level": "kept"}
+    for method in ("uniform", "balancekv"):
+        records = [dict(r) | {"kept": 64} for r in lines_records(method)[:10]]
+        write_run(tmp_path, method=method, records=records, task_meta={"figures": [figure]})
+    assert "ratio" in drawn(group_of(tmp_path / "demo"))
+
+
 def test_a_forest_has_its_intervals_along_the_scores_and_a_name_that_no_font_has() -> None:
     with pytest.raises(ValueError, match=r"^task_meta\.figures: 0\.heatmap\.y: Field required$"):
         figures_in({"figures": [{"kind": "heatmap", "x": "length"}]})
