@@ -313,13 +313,13 @@ def _heatmap(group: Group, label: str, spec: Heatmap) -> wandb.Html:
     import wandb
 
     means = group.good.pivot_table("score", ["variant", spec.y], spec.x)
-    ends = {"vmin": min(0.0, float(np.nanmin(means))), "vmax": float(np.nanmax(means))}
+    least, most = min(0.0, float(np.nanmin(means))), float(np.nanmax(means))
     grid = means.loc[label].rename(as_text).rename(as_text, axis=1)
     grid = grid.rename_axis(words(spec.y)).rename_axis(words(spec.x), axis=1)
     style = grid.style.set_uuid("grid").format(precision=2, escape="html", na_rep="")
     for axis in (0, 1):
         style = style.format_index(escape="html", axis=axis)
-    style = style.background_gradient("Greens", axis=None, **ends)
+    style = style.background_gradient("Greens", axis=None, vmin=least, vmax=most)
     return wandb.Html(style.to_html(), inject=False)
 
 
