@@ -96,7 +96,7 @@ def comparison_of(first: Experiment, second: Experiment) -> Comparison:
     ]
     tables = [_task_table(part) for _, part in frame[last].groupby(["task", "model"], sort=False)]
     differing = pd.DataFrame(settings_that_differ(first, second))
-    of_settings = Column("setting"), Column(SIDES[0]), Column(SIDES[1])
+    of_settings = Column("setting"), Column("values", " → ".join(SIDES))
     tables.insert(0, Table("settings", "Settings that differ", differing, of_settings))
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
@@ -105,7 +105,7 @@ def comparison_of(first: Experiment, second: Experiment) -> Comparison:
 
 def settings_that_differ(first: Experiment, second: Experiment) -> list[dict[str, str]]:
     """The settings that have other values in one experiment than in the other: a row for each dotted
-    key with the values of either, ``budget.rate``: 0.25; 0.5. Of methods and models the names, of code
+    key with the values of either, ``budget.rate``: 0.25 → 0.5. Of methods and models the names, of code
     the first digits of the commit."""
 
     def values_of(experiment: Experiment) -> dict[str, str]:
@@ -121,8 +121,7 @@ def settings_that_differ(first: Experiment, second: Experiment) -> list[dict[str
 
     sides = values_of(first), values_of(second)
     return [
-        {"setting": key}
-        | {name: short_name(own.get(key, "unset")) for name, own in zip(SIDES, sides, strict=True)}
+        {"setting": key, "values": " → ".join(short_name(own.get(key, "unset")) for own in sides)}
         for key in dict.fromkeys([*sides[0], *sides[1]])
         if sides[0].get(key) != sides[1].get(key)
     ]

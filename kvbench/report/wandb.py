@@ -314,7 +314,7 @@ def _heatmap(group: Group, label: str, spec: Heatmap) -> wandb.Html:
 
     means = group.good.pivot_table("score", ["variant", spec.y], spec.x)
     least, most = min(0.0, float(np.nanmin(means))), float(np.nanmax(means))
-    grid = means.loc[label].rename(as_text).rename(as_text, axis=1)
+    grid = means.loc[[label]].droplevel("variant").rename(as_text).rename(as_text, axis=1)
     grid = grid.rename_axis(words(spec.y)).rename_axis(words(spec.x), axis=1)
     style = grid.style.set_uuid("grid").format(precision=2, escape="html", na_rep="")
     for axis in (0, 1):

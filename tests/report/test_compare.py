@@ -76,8 +76,8 @@ def test_a_comparison_begins_with_the_settings_that_differ(both: tuple[Path, Pat
     settings, *_ = compared(*both).tables
     assert settings.name == "settings"
     assert shown(settings) == [
-        ["budget.rate", "0.25", "0.5"],
-        ["method", "h2o, snapkv, topk", "h2o, snapkv, uniform"],
+        ["budget.rate", "0.25 → 0.5"],
+        ["method", "h2o, snapkv, topk → h2o, snapkv, uniform"],
     ]
 
 

@@ -109,6 +109,20 @@ def test_a_run_has_means_tables_and_figures(tmp_path: Path) -> None:
     assert "0.50</td>" in heatmap.read_text()
 
 
+def test_heatmaps_of_all_methods_have_one_scale(tmp_path: Path) -> None:
+    """The darkest colour is the best score of any method: snapkv's, half of exact's, have none of it."""
+    for method, factor in (("exact", 1.0), ("snapkv", 0.5)):
+        records = [one | {"score": factor * one["score"]} for one in needle_records("exact")]
+        about: Any = {"task": "needle", "method": method, "task_meta": NEEDLE_META}
+        write_run(tmp_path, records=records, **about)
+    log_runs(load_runs(tmp_path / "demo"))
+    darkest = {}
+    for (_, name), (place, _) in logged(tmp_path / "demo").items():
+        (heatmap,) = (place / "files/media/html").glob("heatmap_*.html")
+        darkest[name.split("/")[2]] = "#00441b" in heatmap.read_text()
+    assert darkest == {"exact": True, "snapkv": False}
+
+
 def test_a_table_has_the_types_that_wandb_takes_from_every_cell() -> None:
     import wandb
 
