@@ -187,7 +187,7 @@ def sides_to_each(values: pd.DataFrame, comparison: Mapping[str, Any]) -> dict[s
     return {name: (first, other) for name, other in others.items()}
 
 
-class Test(NamedTuple):
+class CellTest(NamedTuple):
     """A difference, or ratio, tested as the report's tables test it (`kvbench.report.stats.paired`).
 
     Attributes:
@@ -205,7 +205,7 @@ class Test(NamedTuple):
     p_against: float
 
 
-def tests_of(sides: Sides, comparison: Mapping[str, Any]) -> list[Test]:
+def tests_of(sides: Sides, comparison: Mapping[str, Any]) -> list[CellTest]:
     """A test for each cell. Right or wrong answers have McNemar's, what is never negative is compared by
     its ratio where no difference (`by`) is claimed, all else by the t test of the difference."""
     side, by = comparison.get("side", "below"), comparison.get("by", 0.0)
@@ -227,7 +227,7 @@ def tests_of(sides: Sides, comparison: Mapping[str, Any]) -> list[Test]:
         ]
         against = [own for own, lead in zip(p, leads, strict=True) if lead < 0]
         tests.append(
-            Test(
+            CellTest(
                 changes[0],
                 on_side=all(lead > 0 for lead in leads),
                 room=min(map(abs, leads)),
@@ -238,10 +238,15 @@ def tests_of(sides: Sides, comparison: Mapping[str, Any]) -> list[Test]:
     return tests
 
 
-def adjusted(tests: Sequence[Test]) -> list[Test]:
+def adjusted(tests: Sequence[CellTest]) -> list[CellTest]:
     """With the p-values of these, one family, adjusted as those of a table are."""
-    p = holm([test.p for test in tests], [test.change.discordant for test in tests])
-    return [test._replace(p=float(own)) for test, own in zip(tests, p, strict=True)]
+    discordant = [test.change.discordant for test in tests]
+    against = [test.p if math.isnan(test.p_against) else test.p_against for test in tests]
+    p, p_against = holm([test.p for test in tests], discordant), holm(against, discordant)
+    p_against = np.where([math.isnan(test.p_against) for test in tests], math.nan, p_against)
+    return [
+        test._replace(p=float(p[i]), p_against=float(p_against[i])) for i, test in enumerate(tests)
+    ]
 
 
 def verdicts_on(sides: Sequence[Sides], comparison: Mapping[str, Any]) -> list[Verdict]:
@@ -268,9 +273,8 @@ def verdicts_on(sides: Sequence[Sides], comparison: Mapping[str, Any]) -> list[V
             verdict = "cannot be told"
             change = mean.change
             half = (math.log(change.high) if change.times else change.high) - change.lead
-            if (
-                mean.room and half > 0
-            ):  # an interval's width falls with the square root of the units
+            # An interval's width falls with the square root of the units.
+            if mean.room and half > 0:
                 more = math.ceil(units * (half / mean.room) ** 2)
         verdicts.append(Verdict(verdict, mean.change, units, held, count, more))
     return verdicts
