@@ -14,7 +14,6 @@ from support.paths import ROOT
 SHARED_MEMORY = {
     80: 163 << 10,
     86: 99 << 10,
-    89: 99 << 10,
     90: 227 << 10,
     100: 227 << 10,
     120: 99 << 10,
@@ -29,8 +28,8 @@ KERNELS = 12
     ("capabilities", "options"),
     [
         ((90,), ()),
-        pytest.param((80, 86, 89, 100, 120), (), marks=pytest.mark.slow),
-        pytest.param((80, 90), ("--every",), marks=pytest.mark.slow),
+        pytest.param((80, 86, 100, 120), (), marks=pytest.mark.slow),
+        pytest.param((90,), ("--every",), marks=pytest.mark.slow),
     ],
     ids=str,
 )
