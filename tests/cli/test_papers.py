@@ -129,7 +129,9 @@ def test_every_experiment_says_how_it_differs_from_its_paper(capsys: Any) -> Non
     for name in COMPOSED:
         made = composed_once(f"experiment={MADE[name].experiment}")
         assert made.differs, name
-        assert (MADE[name].status == "published") is bool(made.paper_table), name
+        # The published Self-BLEU stands beside that of scripts/papers/self_bleu.py.
+        if name != "h2o_figure7":
+            assert (MADE[name].status == "published") is bool(made.paper_table), name
         specs: Any = OmegaConf.to_container(made.paper_table) if made.paper_table else []
         for spec in specs if isinstance(specs, list) else [specs]:
             assert set(spec) - {"where", "model", "statistic"} == {"file"}
