@@ -160,14 +160,9 @@ def compress(
         UnsupportedGeneration: this way of generating is not supported.
     """
     label, built = _method(method, options)
-    if compression_ratio is not None:
-        checked("compression_ratio", compression_ratio, Removed, KVError)
-        for name, value in (("rate", rate), ("size", size), ("total_rate", total_rate)):
-            if value is not None:
-                raise KVError(f"compression_ratio and {name} are given; allowed: one of the two")
-        total_rate = round(1 - compression_ratio, 12)  # 1 - 0.9 is a little less than 0.1
-    budget = _budget(rate, sink, window, size, total_rate)
-    return compressed_generation(Compression(model, built, budget, label, seed, compress_after))
+    budget = _budget(rate, sink, window, size, total_rate, compression_ratio)
+    compression = Compression(_uncompiled(model), built, budget, label, seed, compress_after)
+    return compressed_generation(compression)
 
 
 def compare(
@@ -341,13 +336,26 @@ def _uncompiled(model: Any) -> Any:
 
 
 def _budget(
-    rate: float | None, sink: int, window: int, size: int | None, total_rate: float | None
+    rate: float | None,
+    sink: int,
+    window: int,
+    size: int | None,
+    total_rate: float | None,
+    compression_ratio: float | None = None,
 ) -> Budget:
-    """The budget of a call; the default rate where it names none of rate, size and total_rate."""
-    named = {"rate": rate, "size": size, "total_rate": total_rate}
+    """The budget of a call; the default rate where it names none."""
+    named = {
+        "rate": rate,
+        "total_rate": total_rate,
+        "size": size,
+        "compression_ratio": compression_ratio,
+    }
     texts = [f"{name} is {value}" for name, value in named.items() if value is not None]
     if len(texts) > 1:
-        raise KVError(f"{' and '.join(texts)}; allowed: one of rate, total_rate and size")
+        raise KVError(f"{' and '.join(texts)}; allowed: one of {', '.join(named)}")
+    if compression_ratio is not None:
+        checked("compression_ratio", compression_ratio, Removed, KVError)
+        total_rate = round(1 - compression_ratio, 12)  # 1 - 0.9 is a little less than 0.1
     return Budget(Budget.rate if rate is None else rate, sink, window, size, total_rate)
 
 
@@ -454,9 +462,7 @@ def _references_of(
 
 def _token_ids(tokenizer: Any, prompt: TextOrChat) -> list[int]:
     """The token ids of a text, or of the messages of a chat in the tokenizer's template."""
-    if isinstance(prompt, str):
-        return token_ids(prompt, tokenizer, "prompt")
-    if isinstance(prompt, Mapping) or not are_messages(prompt):
+    if not isinstance(prompt, str) and not are_messages(prompt):
         raise KVError(
             f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat: "
             "[{'role': 'user', 'content': ...}]"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel
 
-Text = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, str]]
+PromptText = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, str]]
 """A text, token ids, the output of a tokenizer for one text, or the messages of a chat, to which the
 tokenizer's chat template is applied."""
 
@@ -71,7 +71,7 @@ class Context:
         model: PreTrainedModel,
         method: Method,
         budget: Budget,
-        prompt: Text,
+        prompt: PromptText,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         label: str = "method",
@@ -127,7 +127,7 @@ class Context:
 
     def ask(
         self,
-        question: Text,
+        question: PromptText,
         *,
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
@@ -160,7 +160,7 @@ class Context:
 
     def ask_all(
         self,
-        questions: Sequence[Text],
+        questions: Sequence[PromptText],
         *,
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
@@ -196,7 +196,7 @@ class Context:
         row = self._row.clone()
         return LiveCache(self.model, [row], [row.cost()], self.tokens)
 
-    def _question_ids(self, question: Text) -> list[int]:
+    def _question_ids(self, question: PromptText) -> list[int]:
         """The tokens that are fed for a question; in a chat with the template's around it.
 
         Raises:
@@ -348,7 +348,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 def token_ids(
-    given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
+    given: PromptText, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
 ) -> list[int]:
     """The token ids of a text, of a sequence of ids, of a tokenizer's output, or of the messages of a
     chat up to the beginning of the answer, or to the end of a last message that is the model's.

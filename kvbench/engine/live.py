@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from kvbench.engine.answer import NonFiniteLogits
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.attention import LayerCall, Pass
-from kvbench.engine.context import Context, Text, held_after_prompt
+from kvbench.engine.context import Context, PromptText, held_after_prompt
 from kvbench.engine.cost import Cost
 from kvbench.engine.device import input_device
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
@@ -113,7 +113,7 @@ class Compression:
                 "before it knows the question"
             )
 
-    def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
+    def read(self, prompt: PromptText, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
         """Prefill a prompt once and compress it, so that many questions can be asked about it
         (`Context.ask`).
 
@@ -326,9 +326,9 @@ class Compression:
                 cache.costs.append(row.cost())
         if prefill is not None:
             self._batches.append(cache.costs)
-        elif cache.table is not None:
-            cache.table.move_on()
-            cache.table.taken += 1
+        elif cache.kernel_batch is not None:
+            cache.kernel_batch.move_on()
+            cache.kernel_batch.taken += 1
         _check_logits(output, cache)
 
     def finish(self, *, audit: bool = True) -> None:
@@ -394,9 +394,7 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
         UnsupportedGeneration: the model is under compression already.
     """
-    # `torch.compile` returns a module around the model.
-    model: Any = getattr(compression.model, "_orig_mod", compression.model)
-    compression.model = model
+    model: Any = compression.model
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
         if isinstance(getattr(model.generate, "__self__", None), Compression):

@@ -40,7 +40,7 @@ class LiveCache(Cache):
 
     Attributes:
         open: whether a generation inside `compress` uses the cache.
-        table: the pass of a run of steps of one token; None outside such a run.
+        kernel_batch: the pass of a run of steps of one token; None outside such a run.
         sound: by the number of the new token whether a GPU's logits for it are finite.
     """
 
@@ -58,7 +58,7 @@ class LiveCache(Cache):
         self.costs = list(costs)
         self.seen = seen
         self.open = False
-        self.table: KernelBatch | None = None
+        self.kernel_batch: KernelBatch | None = None
         self.sound: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
@@ -120,7 +120,7 @@ class LiveCache(Cache):
     def begin_pass(self, batch: int, count: int) -> Feed:
         """Return the pass that feeds `count` tokens to every row.
 
-        Where kernels run, passes of one token share a table, which has room for `GROWTH` tokens. A new
+        Where kernels run, steps of one token share a `KernelBatch` with room for `GROWTH` tokens. A new
         one is made after these, and after a pass of several tokens.
 
         Args:
@@ -134,20 +134,20 @@ class LiveCache(Cache):
                 f"the batch has {batch} rows and the cache {len(self.rows)}; allowed: as many"
             )
         taken = self.rows[0].fed % GROWTH
-        if count == 1 and taken and self.table is not None:
-            return self.table
+        if count == 1 and taken and self.kernel_batch is not None:
+            return self.kernel_batch
         self.write_back()
         device = input_device(self.model)
         if count > 1 or not captured.uses_kernels(device):
             first = torch.tensor([row.tokens for row in self.rows])
             return Feed(self.rows, first[:, None] + torch.arange(count))
         room = [GROWTH - taken] * batch
-        self.table = KernelBatch(self.model, self.rows, room, device)
-        return self.table
+        self.kernel_batch = KernelBatch(self.model, self.rows, room, device)
+        return self.kernel_batch
 
     def write_back(self) -> None:
         """End a run of steps of one token, if there is one: update the number of entries in the caches
         (`KernelBatch.write_back`)."""
-        if self.table is not None:
-            self.table.write_back()
-        self.table = None
+        if self.kernel_batch is not None:
+            self.kernel_batch.write_back()
+        self.kernel_batch = None

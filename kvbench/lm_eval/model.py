@@ -207,13 +207,11 @@ class KVBenchLM(Requests):
     ) -> tuple[Reading, list[list[Question]]]:
         """The prompt of a generation request, and what is asked about it."""
         options = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
-        if options.get("do_sample") or options.get("temperature"):
+        samples = options.get("do_sample") or options.get("temperature")
+        if samples or int(options.get("num_beams") or 1) > 1:
             raise UserError(
-                f"generation kwargs ask for sampling ({dict(gen_kwargs)}); allowed: greedy decoding"
-            )
-        if int(options.get("num_beams") or 1) > 1:
-            raise UserError(
-                f"generation kwargs ask for beams ({dict(gen_kwargs)}); allowed: greedy decoding"
+                f"generation kwargs ask for {'sampling' if samples else 'beams'} ({dict(gen_kwargs)}); "
+                "allowed: greedy decoding"
             )
         max_new_tokens = int(options["max_gen_toks"])
         if max_new_tokens >= self.max_length:

@@ -1,21 +1,18 @@
-"""The base classes of probes, which hold what reports read of a probe; the prompts of a task as tokens;
-types of options.
+"""The base class of probes, which holds what reports read of a probe; the prompts of a task as tokens; a
+type of options.
 
 The upper limits of options lie far above what a run could finish: they refuse typing errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
-from kvbench.engine.prefill import capture_layers
 from kvbench.errors import one_line
-from kvbench.errors.options import Distinct, check_options
-from kvbench.kv import LayerKV
+from kvbench.errors.options import check_options
 from kvbench.records.figures import Figure, TaskKind, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Plan, status_of
@@ -24,8 +21,6 @@ from kvbench.tasks.base import Task, TaskError
 
 Repeats = Annotated[int, Ge(1), Le(100_000)]
 """Repetitions, each of which is a record of its own."""
-Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
-"""Numbers of layers, counted from 1."""
 
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
@@ -96,44 +91,3 @@ class Probe(Plan):
             "kind": self.kind,
             "unit": self.unit,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerProbe(Probe):
-    """A probe of single layers: of a model that reads a task's prompts, or of tensors that it draws.
-
-    Attributes:
-        prompts: a task whose first `num_prompts` prompts are used; None: tensors are drawn.
-        layers: which layers, numbered from 1.
-    """
-
-    lower_is_better: ClassVar[bool] = True
-    reads_whole_prompts: ClassVar[bool] = True
-    drawn: ClassVar[str]
-    """Name of the option that says which tensors are drawn; it or `prompts` must be set."""
-
-    prompts: Task | None = None
-    num_prompts: Repeats = 8
-    layers: Layers = (1, 2, 4)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompts) == bool(getattr(self, self.drawn)):
-            both = "both" if self.prompts else "neither"
-            raise TaskError(
-                f"task.{self.drawn} and task.prompts: exactly one of them must be given (got {both})"
-            )
-
-    def meta(self) -> dict[str, Any]:
-        if self.prompts is None:
-            return super().meta() | {"data": {}, "subject": "synthetic tensors"}
-        return super().meta() | {"data": dict(self.prompts.digests())}
-
-    def captured(
-        self, session: Session, prompt: EncodedExample, tokens: int | None = None
-    ) -> Iterator[tuple[int, LayerKV]]:
-        """Number and tensors of each of `layers`, in this order, over a prompt or its first `tokens`
-        tokens."""
-        ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
-        layers = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
-        return ((layer, layers[layer - 1]) for layer in self.layers)

@@ -1,8 +1,5 @@
-"""How far a compressed cache moves the model's next-token distribution, without any answers.
-
-`teacher_forced` compares methods on one prompt and continuation; `FidelityProbe` does it for the prompts
-of any task, with a record per prompt and method.
-"""
+"""How far a compressed cache moves the model's next-token distribution, on the prompts of any task and
+without any answers."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, answer, continuation_logits, read
 from kvbench.engine.cost import Cost
 from kvbench.engine.model import Model
@@ -73,33 +69,6 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     terms = exact.exp().double() * (exact.double() - other.double())
     kl = torch.where(exact == -torch.inf, 0.0, terms).sum(-1)
     return torch.where((kl < 0) & (kl > -1e-6), 0.0, kl)
-
-
-def teacher_forced(
-    model: Model,
-    prompt_ids: Sequence[int],
-    continuation: Sequence[int],
-    methods: Mapping[str, tuple[Method, Budget]],
-    seed: int = 0,
-    example_id: str = "x",
-) -> dict[str, Fidelity]:
-    """Compare every method with the exact cache on one continuation, from one prefill.
-
-    All but the last prompt token are compressed; that one and the continuation (at least one token, of
-    which the last is predicted and never fed) are fed to every row in one batch. "exact" need not be
-    among the methods.
-    """
-    with kvbench_attention_on(model):
-        reading = read(
-            model,
-            prompt_ids,
-            {**EXACT, **methods},
-            seed=seed,
-            name=example_id,
-            held_back=1,
-            room=len(continuation),
-        )
-        return fidelities_of(model, reading, continuation)
 
 
 @torch.inference_mode()

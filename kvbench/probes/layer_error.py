@@ -16,17 +16,18 @@ from torch import Tensor
 from kvbench.engine import check
 from kvbench.engine.attention import signed_mean
 from kvbench.engine.cost import Cost
+from kvbench.engine.prefill import capture_layers
 from kvbench.engine.row import layer_generator
-from kvbench.errors.options import Fraction, Several, Share, check_options
+from kvbench.errors.options import Distinct, Fraction, Several, Share, check_options
 from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import LayerProbe, Repeats, encoded_prompts, failed
+from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Fields, Methods, WorkItem
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError, Tokens
+from kvbench.tasks.base import Task, TaskError, Tokens
 
 DECODING_COSTS = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
 """Fields of a `Cost` that are known only once something was decoded."""
@@ -230,7 +231,7 @@ def stored(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerError(LayerProbe):
+class LayerError(Probe):
     """Error of the attention output when a layer holds a compressed cache.
 
     The cache of n tokens is compressed with the first `exact` and the last `exact` tokens kept and
@@ -253,14 +254,26 @@ class LayerError(LayerProbe):
     version: ClassVar[int] = 3
     measures: ClassVar[tuple[str, ...]] = ("relative_error", "pooled_error", "released_error")
     score_unit: ClassVar[str] = "relative error"
-    drawn: ClassVar[str] = "synthetic"
+    lower_is_better: ClassVar[bool] = True
+    reads_whole_prompts: ClassVar[bool] = True
 
+    prompts: Task | None = None
+    num_prompts: Repeats = 8
+    layers: Distinct[Annotated[int, Ge(1), Le(10_000)]] = (1, 2, 4)
     rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
     seeds: Repeats = 2
     exact: Tokens = 256
     synthetic: SyntheticLayers | None = None
     held_out: bool = True
     metric: Literal["per_query", "pooled", "released"] = "per_query"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompts) == bool(self.synthetic):
+            both = "both" if self.prompts else "neither"
+            raise TaskError(
+                f"task.synthetic and task.prompts: exactly one of them must be given (got {both})"
+            )
 
     def meta(self) -> dict[str, Any]:
         # The repetition is the prompt, whose draws say little about other prompts; of synthetic layers
@@ -277,6 +290,8 @@ class LayerError(LayerProbe):
         if not self.held_out:
             score_unit += ", measured on the queries that chose"
         return super().meta() | {
+            "data": {} if self.prompts is None else dict(self.prompts.digests()),
+            "subject": "synthetic tensors" if synthetic else None,
             "score_unit": score_unit,
             "breakdown": ["rate"] if synthetic else ["rate", "layer"],
             "figures": as_json([bars]),
@@ -360,8 +375,11 @@ class LayerError(LayerProbe):
                 }
 
     def _layers(self, item: WorkItem, session: Session) -> Iterator[tuple[int, LayerKV]]:
+        """Number and tensors of each of `layers`, in this order."""
         if self.synthetic is None:
-            yield from self.captured(session, item.payload)
+            ids = (*item.payload.context_ids, *item.payload.question_ids)
+            found = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
+            yield from ((layer, found[layer - 1]) for layer in self.layers)
             return
         count = max(self.layers)
         for layer in self.layers:

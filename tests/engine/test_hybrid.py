@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from support.asking import teacher_forced
 from support.forward import SMALL, generate, reference
 from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
 from torch import Tensor
@@ -17,7 +18,6 @@ from kvbench.engine.attention import UnsupportedModel, register
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.states import HYBRIDS, clone_of, states_in
 from kvbench.methods import build_method
-from kvbench.probes.fidelity import teacher_forced
 
 _LINEAR: dict[str, Any] = {
     **GROUPED,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.asking import Prompt, generate_each
+from support.asking import Prompt, generate_each, teacher_forced
 from support.command import job_of
 from support.forward import reference
 from support.generation import Letters, tiny_model
@@ -26,7 +26,7 @@ from kvbench.engine.rotary import has_table_of
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.fidelity import FidelityProbe, teacher_forced
+from kvbench.probes.fidelity import FidelityProbe
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example
 

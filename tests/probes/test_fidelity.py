@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.asking import teacher_forced
 from support.golden import golden_model
 from support.jobs import Echo, records_of
 from support.paths import GOLDEN
@@ -23,7 +24,7 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes import fidelity
-from kvbench.probes.fidelity import FidelityProbe, teacher_forced
+from kvbench.probes.fidelity import FidelityProbe
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.text import RunningText

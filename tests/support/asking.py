@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.engine.answer import GREEDY, Answer, Sampling, Stopping
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.ask import Question, converse, read, room_of
 from kvbench.engine.prefill import Reading
 from kvbench.engine.steps import Steps
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.probes.fidelity import EXACT, Fidelity, fidelities_of
 from kvbench.prompts import PromptEncoder
 
 Methods = Mapping[str, tuple[Method, Budget]]
@@ -86,3 +88,14 @@ def generate_one(
 ) -> dict[str, Answer]:
     asked = Prompt.of(context_ids, question_ids, methods, stopping, example_id, **how)
     return generate_each(model, [asked], seed=seed)[0]
+
+
+def teacher_forced(
+    model: Any, ids: Sequence[int], continuation: Sequence[int], methods: Methods, seed: int = 0
+) -> dict[str, Fidelity]:
+    """Every method against the exact cache on one continuation, all of the prompt but its last token
+    compressed (`FidelityProbe`)."""
+    how: Any = {"seed": seed, "name": "x", "held_back": 1, "room": len(continuation)}
+    with kvbench_attention_on(model):
+        reading = read(model, ids, {**EXACT, **methods}, **how)
+        return fidelities_of(model, reading, continuation)
