@@ -24,7 +24,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
-from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.catalogue import KINDS, config_dir, sections_of
 from kvbench.cli.config import (
     GROUPS,
     SEVERAL,
@@ -245,13 +245,16 @@ def run(arguments: Sequence[str]) -> int:
 def _print_help(*, complete: bool) -> None:
     """Print the first part of conf/help.txt, or all of it with the names that each group has."""
     first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
-    groups = "\n".join(
-        fill(f"  {group}: {', '.join(catalogue(group))}", 80, subsequent_indent="    ")
-        for group in GROUPS
-    )
     print(first)
-    if complete:
-        print("\n" + rest.rstrip().format(groups=groups))
+    if not complete:
+        return
+    lines = []
+    for group in GROUPS:
+        for number, (title, choices) in enumerate(sections_of(group).items()):
+            sort = f" ({title.partition(':')[0]})" if number else ""
+            line = f"  {group}{sort}: {', '.join(choices)}"
+            lines.append(fill(line, 80, subsequent_indent="    "))
+    print("\n" + rest.rstrip().format(groups="\n".join(lines)))
 
 
 def _overrides_of(options: argparse.Namespace) -> list[str]:

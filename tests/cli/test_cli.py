@@ -55,7 +55,7 @@ def printed() -> str:
 
 
 def test_help_and_list_name_what_there_is_in_short_lines(printed: str) -> None:
-    for word in ("Choose one", "snapkv", "longeval_lines", "dry_run=true"):
+    for word in ("Choose one", "snapkv", "longeval_lines", "method (presets): ", "dry_run=true"):
         assert word in printed
     help_text = printed.partition("exact ")[0]
     assert not re.search(r"\b_\w+", help_text), "parts of other YAML files are no choice"
