@@ -281,7 +281,7 @@ def verdicts_on(sides: Sequence[Sides], comparison: Mapping[str, Any]) -> list[V
 
 
 def unmet_need(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> str:
-    """What a comparison needs that this model has not; empty where it tells methods apart.
+    """The need of a comparison that this model does not meet; empty where it tells methods apart.
 
     There must be rows; the method `able` must give whole answers to a share `ABLE` of the prompts; and
     the answers of `first` must differ from those of the method `unlike`.

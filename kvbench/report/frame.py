@@ -44,6 +44,7 @@ from kvbench.report.stats import (
     Scores,
     compared,
     means,
+    num_units,
     paired,
     standing,
 )
@@ -227,7 +228,6 @@ def _rows(
     adjusted."""
     labels = group.labels
     baselines = [labels.index(group.baseline[label] or label) for label in labels]
-    by_unit = [dataset.by_unit(dataset.values) for dataset in strata]
     of_scores = means(strata, fraction=group.percent)
     marks: dict[int, str] = {}
     if tests is not None:
@@ -248,7 +248,7 @@ def _rows(
             "unit": group.meta.score_unit,
             "n": num_scored,
             "expected": num_expected,
-            "units": sum(int((~np.isnan(values[:, i])).sum()) for values in by_unit),
+            "units": num_units(strata, [i]),
             "failures": failures_text(failures),
         }
         words = [marks.get(i, ""), "incomplete" if num_scored < num_expected else ""]

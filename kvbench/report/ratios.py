@@ -66,7 +66,7 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
 
 
 def at_rate(rate: float) -> str:
-    """What a rate that is a record's is called; `Variant.at` of one that is a run's."""
+    """The name of a rate that is a record's; that of a run's is `Variant.at`."""
     return "" if math.isnan(rate) else f"rate {rate:g}"
 
 
@@ -139,8 +139,8 @@ def label_with_ratio(group: Group, variant: Variant) -> str:
 
 
 def rate_in_title(group: Group) -> str:
-    """What a title says of the rate: the only one of all methods, or those that numbers are means over;
-    empty where methods were run at several, which then are headings, or at none."""
+    """The words of a title on the rate: the only one of all methods, or those that numbers are means
+    over; empty where methods were run at several, which then are headings, or at none."""
     if measures_several_rates(group):
         return f", {mean_over_rates(group)}"
     texts = rate_texts(group)

@@ -1,5 +1,5 @@
-"""What a report reads: the runs of an experiment's folder, as one `Group` for each model and task, with
-the variants that are compared and one frame of all their records; and `load`, the records of any folder.
+"""Reads the runs of an experiment's folder, as one `Group` for each model and task with the variants
+that are compared and one frame of all their records; `load` reads the records of any folder.
 
 Runs of one model and task stand together where the task's settings are the same: prompts of 20 lines and
 prompts of 200 are different tables, whatever folder they lie in. Options of a method by which its runs
@@ -235,7 +235,7 @@ class Group:
 
     @cached_property
     def protocol(self) -> str:
-        """Which part of each prompt was compressed (`protocol_of`), one for all variants."""
+        """The part of each prompt that was compressed (`protocol_of`), one for all variants."""
         return next(map(protocol_of, self.manifests), "")
 
     @property
@@ -430,8 +430,8 @@ def _is_seed(key: str) -> bool:
 
 
 def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Of what the budget of a run keeps a share (`Variant.share`), and the share; None where the budget
-    is a number of entries."""
+    """The share that the budget of a run keeps, behind what it is a share of (`Variant.share`); None
+    where the budget is a number of entries."""
     budget = (manifest.get("identity") or {}).get("budget") or {}
     name = "total_rate" if budget.get("total_rate") else "rate"
     share = budget.get(name)
@@ -439,7 +439,7 @@ def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
 
 
 def protocol_of(manifest: Mapping[str, Any]) -> str:
-    """Which part of a prompt a run compressed, `compress_after`; empty for a probe of single layers.
+    """The part of a prompt that a run compressed, `compress_after`; empty for a probe of single layers.
 
     Version 0.2 wrote "prompt" for a probe of fidelity and for lm-eval's tasks, although the last token
     was fed to every cache."""

@@ -145,7 +145,7 @@ def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
 
 
 class _Moments(NamedTuple):
-    """Of each column the mean over datasets, its standard error, Satterthwaite's degrees of freedom (0
+    """The mean of each column over datasets, its standard error, Satterthwaite's degrees of freedom (0
     where no dataset has two units), and the number of units."""
 
     mean: Array

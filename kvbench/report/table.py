@@ -219,7 +219,7 @@ def value_text(value: float, unit: str, *, signed: bool = False) -> str:
 
 
 def unit_text(unit: str) -> str:
-    """What follows "score" in a heading."""
+    """The unit behind "score" in a heading."""
     return ", %" if unit == "fraction" else f", {words(unit)}"
 
 

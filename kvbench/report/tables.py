@@ -72,7 +72,7 @@ from kvbench.report.table import (
 MOST_WITH_INTERVALS = 4
 """A table with more columns than this shows intervals for the average only."""
 MOST_PAIRS = 15
-"""Of more pairs than this, a table shows those with the best method."""
+"""A table of more pairs than this shows those with the best method."""
 MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
 MOST_NAMES = 4
@@ -343,9 +343,9 @@ def _as_papers_print(group: Group, published: pd.DataFrame, values: set[str]) ->
 
 
 def overview_tables(groups: Sequence[Group]) -> list[Table]:
-    """What an experiment of several tasks, rates or models says, which stands at the top of the page and
-    of the terminal: for each protocol and model its methods by tasks, else by rates, with the ratios
-    that are enough; of models that have one task and rate in common, methods by models.
+    """The tables at the top of the page and of the terminal, where an experiment has several tasks,
+    rates or models: for each protocol and model its methods by tasks, else by rates, with the ratios
+    that are enough; for models that have one task and rate in common, methods by models.
 
     None of one model on one task at one rate, whose ranking says it all. Methods without a rate (the
     exact cache) stand above the others, which are best first: by the ratio that is enough, then by the
@@ -467,7 +467,7 @@ def _overview_rows(group: Group) -> pd.DataFrame:
 
 
 def metric_text(group: Group) -> str:
-    """What follows a task or dataset in a heading: its metric, where the task names one."""
+    """The metric behind a task or dataset in a heading, where the task names one."""
     return f": {words(group.meta.metric)}" if group.meta.metric else ""
 
 
@@ -558,7 +558,7 @@ def pairs_table(group: Group) -> Table | None:
 
 
 def timing_table(group: Group) -> Table:
-    """What a throughput probe measured, a row per setting and variant: minimum and median seconds,
+    """The numbers of a throughput probe, a row per setting and variant: minimum and median seconds,
     medians of tokens per second, means of bytes. A setting is a number of prompt and new tokens, and a
     batch and rate where the probe was asked for several."""
     records = group.records
