@@ -250,7 +250,7 @@ class PromptEncoder:
         where that is the user's, or is the user's next message.
 
         Raises:
-            PromptError: see `render`; the template prints the question not once.
+            PromptError: see `render_around`.
         """
         mark = "KVBENCH_QUESTION"
         *earlier, last = messages
@@ -263,14 +263,33 @@ class PromptEncoder:
                     "question goes on"
                 )
             asked = [*earlier, {**last, "content": said + mark}]
-        text = self.render(asked, answer=True)
-        if text.count(mark) != 1:
-            raise PromptError(
-                f"the tokenizer's chat template prints a question {text.count(mark)} times; allowed: "
-                "once, as it is"
-            )
-        before, _, after = text.partition(mark)
+        before, after = self.render_around([mark], asked)
         return before, after
+
+    def render_around(
+        self, marks: Sequence[str], messages: Sequence[Mapping[str, str]], *, answer: bool = True
+    ) -> list[str]:
+        """What the chat template writes before, between and after these parts of the messages' contents.
+
+        Raises:
+            PromptError: see `render`; the template prints one of them not once.
+        """
+        text = self.render(messages, answer=answer)
+        around = []
+        for mark in marks:
+            if text.count(mark) != 1:
+                times = text.count(mark)
+                name = (
+                    getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
+                )
+                raise PromptError(
+                    f"the chat template of tokenizer {name!r} prints a message {times} times"
+                    f"{'' if times else ', or changes it'}; allowed: once, as it is (or, for jobs, "
+                    "model.chat_template=never)"
+                )
+            before, _, text = text.partition(mark)
+            around.append(before)
+        return [*around, text]
 
     def between_turns(self) -> list[int]:
         """The tokens between an answer and the user's next message: those of the chat template, or of a
@@ -282,14 +301,7 @@ class PromptEncoder:
         messages = [
             {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
         ]
-        with tokenizing(self.tokenizer):
-            text = self.render(messages, answer=False)
-        if [text.count(mark) for mark in marks] != [1, 1, 1]:
-            raise PromptError(
-                "the model's chat template prints the messages of a conversation not once each; "
-                "allowed for tasks of several turns: one that does, or model.chat_template=never"
-            )
-        between = text.partition(marks[1])[2].partition(marks[2])[0]
+        _, _, between, _ = self.render_around(marks, messages, answer=False)
         return self.encode_after(marks[1], between)
 
     @property

@@ -513,16 +513,8 @@ def prompt_encoder(tokenizer: Tokenizer, spec: ModelSpec) -> PromptEncoder:
     if not has_template:
         begin = tuple(encoder.begin_ids)
         return replace(encoder, prefix_ids=begin, thought=_thought(spec, "", ""))
-    with one_line_failures("chat template of model", spec):
-        text = encoder.render_chat(MESSAGE)
-    times = text.count(MESSAGE)
-    if times != 1:
-        raise ModelError(
-            f"the chat template of model {spec.path!r} prints a message {times} times"
-            f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
-            "model.chat_template=never)"
-        )
-    before, _, after = text.partition(MESSAGE)
+    messages = [{"role": "user", "content": MESSAGE}]
+    before, after = encoder.render_around([MESSAGE], messages)
     return replace(
         encoder,
         prefix_ids=tuple(encoder.encode_text(before)),
