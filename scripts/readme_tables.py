@@ -200,16 +200,22 @@ def _at_quarter(
 def _leaderboard(model: str) -> Sequence[Columns]:
     return (
         *_needles("leaderboard", model),
-        *_at_rates("RULER", "ruler/ruler", model, (0.25, 0.5, 0.125)),
-        _at_quarter("KL", "fidelity", "-by-rate", "score", {"value": 0.25}, model),
+        Column("KL, 0.25", f"leaderboard/fidelity-{model}", {"by": "dataset"}, digits=3),
         _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}, model),
         _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}, model),
         *_bytes("leaderboard", model),
     )
 
 
+def _ruler(model: str) -> Sequence[Columns]:
+    quarter, *others = _at_rates("RULER", "ruler/ruler", model, (0.25, 0.5, 0.125))
+    enough = Column("95 % at ratio", f"ruler/ruler-{model}", {}, RATIO_AT_95, 2)
+    return (replace(quarter, first="most"), *others, enough)
+
+
 SCORES: dict[str, Sequence[Columns]] = {
     **{f"leaderboard {key}": _leaderboard(model) for key, model in MODELS.items()},
+    **{f"ruler {key}": _ruler(model) for key, model in MODELS.items()},
     **{
         f"context {key}": (*_needles("context", model), *_bytes("context", model))
         for key, model in MODELS.items()
