@@ -1,8 +1,9 @@
-"""How many threads passes and methods run on."""
+"""The machine: how many threads passes and methods run on, and what memory there is without a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from kvbench.engine import device
 from kvbench.engine.check import compress
-from kvbench.engine.device import SMALL_LAYER, small_pass
+from kvbench.engine.device import SMALL_LAYER, small_pass, total_bytes, used_bytes
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods.exact import Exact
 
@@ -119,3 +120,15 @@ def test_small_layers_are_compressed_on_one_thread(
     compress("noted", Noted(), layer, Budget(rate=0.25), torch.Generator(), {})
     assert seen == [threads]
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_that_may_be_used_is_that_of_the_process_and_what_is_free() -> None:
+    cpu = torch.device("cpu")
+    used, total = used_bytes(cpu), total_bytes(cpu)
+    assert used is not None
+    assert total is not None
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert used == pytest.approx(4096 * pages, rel=0.2)
+    whole = Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]
+    assert used < total <= 1.05 * 1024 * int(whole)
