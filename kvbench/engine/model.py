@@ -33,7 +33,14 @@ from transformers.utils import logging as library_logging
 
 from kvbench.engine.architecture import check_supported
 from kvbench.engine.device import is_out_of_memory
-from kvbench.engine.packaged import PACKAGE_PREFIX, Shipped, missing_line, unpacked, unpacking
+from kvbench.engine.packaged import (
+    PACKAGE_PREFIX,
+    Shipped,
+    missing_line,
+    unpacked,
+    unpacking,
+    without_warnings,
+)
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.hub import hub_answers, quiet_hub
@@ -370,9 +377,7 @@ def _with_weights(
         "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
         **options_of_packing,
     }
-    verbosity = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()  # what is wrong with the weights is raised below, in one line
-    try:
+    with without_warnings():  # what is wrong with the weights is raised below, in one line
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             local_path(spec.path),
             config=config,
@@ -383,8 +388,6 @@ def _with_weights(
             output_loading_info=True,
             **options,
         )
-    finally:
-        library_logging.set_verbosity(verbosity)
     model, report = loaded
     if report["mismatched_keys"]:
         name, shape, wanted = min(report["mismatched_keys"], key=lambda entry: entry[0])

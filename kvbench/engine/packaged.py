@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,18 +166,23 @@ def unpacking() -> dict[str, Any]:
     return {} if plan is None else {"quantization_config": plan(dequantize=True)}
 
 
-def _unpack(file: Path, folder: Path) -> None:
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """transformers' warnings are hidden within this context; errors are raised as usual."""
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the libraries' bars; errors are raised
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                dtype=torch.float32,
-                **unpacking(),
-            )
-            model.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        yield
     finally:
         library_logging.set_verbosity(verbosity)
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    # The libraries' bars go nowhere, either.
+    with without_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        how: Any = {"gguf_file": file.name}
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, **how, **unpacking()
+        )
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(folder)
