@@ -118,9 +118,7 @@ def run_logged(job: Job, logger: Keys, *, since: float | None = None) -> JobResu
         written=result.written,
         seconds=result.seconds,
     )
-    if (
-        logger["name"] == "wandb" and result.complete
-    ):  # of several shards, the last one logs the run
+    if logger["name"] == "wandb" and result.complete:  # of several shards, the last logs the run
         from kvbench.report.wandb import log_runs
 
         options = {key: value for key, value in logger.items() if key != "name"}

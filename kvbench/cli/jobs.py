@@ -112,9 +112,10 @@ class Jobs:
         first, shards = jobs[0], shard_count(jobs[0]) if sweep else 1
         print(first.announcement(len(jobs) * shards), flush=True)
         if sweep or first.dry_run:
-            for number, settings in enumerate(jobs):
-                name = f"job {number + 1}: {names(sweep)[number]}" if len(jobs) > 1 else ""
-                self._check(settings, name)
+            for number, (name, settings) in enumerate(
+                zip(names(sweep) or [""], jobs, strict=True), 1
+            ):
+                self._check(settings, f"job {number}: {name}" if len(jobs) > 1 else "")
         if first.dry_run and sweep:
             print(f"{len(jobs) * shards} jobs; launcher={first.launcher['name']}")
         elif sweep:
@@ -123,9 +124,7 @@ class Jobs:
                 sweep = [[*words, f"shard={part}"] for words in sweep for part in parts]
                 overrides = [*overrides, f"shard={','.join(parts)}"]
             self.names = names(sweep)
-            with (
-                TemporaryDirectory() as folder
-            ):  # of Hydra's multirun.yaml, which has what was typed
+            with TemporaryDirectory() as folder:  # Hydra's multirun.yaml holds what was typed
                 here = [f"hydra.sweep.dir={folder}"] if first.launcher["name"] == "local" else []
                 hydra.multirun("config", self, [*overrides, *here])
         elif not first.dry_run:

@@ -267,7 +267,8 @@ class TaskPlan(Plan):
 
     def run_batch(self, work: Sequence[Work], session: Session) -> list[list[Fields]]:
         """Prefill the prompts of several items, decode their answers together, and score them."""
-        _warm_up(*work[0], session)
+        if session.device.type == "cuda":
+            _warm_up(*work[0], session)
         talks, kept = [], list[dict[str, Any]]()
         for item, methods in work:
             asked = _conversations(item, session)
@@ -439,7 +440,7 @@ def _warm_up(item: WorkItem, methods: Methods, session: Session) -> None:
     """Generate two tokens, without a record, with the methods that have not run yet. On a GPU a kernel
     is compiled at its first launch, whose time must not count in the seconds of an example."""
     new = {label: pair for label, pair in methods.items() if label not in session.warmed}
-    if session.device.type != "cuda" or not new:
+    if not new:
         return
     session.warmed.update(new)
     question = replace(_conversations(item, session)[0][0], stopping=Stopping(2))
