@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,13 +58,12 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     They are made from the records alone; the same records give the same files.
 
     Args:
-        for_print: every figure as PNG and PDF; else as PNG those that the page names as files.
+        for_print: every figure as PNG and PDF, too; else as SVG alone.
 
     Raises:
         StoreError: the folder has no runs, or a broken one, or cannot be written to.
     """
-    from kvbench.report.charts import scores_chart
-    from kvbench.report.figures import figures_of
+    from kvbench.report.figures import figures_of, memory
     from kvbench.report.page import LIMIT, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
@@ -75,26 +75,16 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         warnings.append(str(error))
     published = published_tables(theirs)
     ranked = [group for group in experiment.groups if is_ranked(group)]
-    overviews = overview_tables(ranked)
-    said = bool(overviews) and len(experiment.groups) == 1  # at the top, of the only task
-    sections: list[Section] = []
-    only_in_files: list[Table] = []
+    together, alone = _by_protocol(ranked)
+    above = " ".join(experiment.small)
+    sections = []
     for group in experiment.groups:
-        tables = tables_of(group)
-        only_in_files += [table for table in tables if not table.columns]
-        figures = figures_of(group)
-        if experiment.small:
-            figures = [replace(drawn, above=" ".join(experiment.small)) for drawn in figures]
-        sections.append(
-            Section(
-                group,
-                "" if said else verdict(group),
-                [table for table in tables if table.columns],
-                figures,
-                scores_chart(group) if is_ranked(group) else None,
-                answers=max(3, LIMIT // len(experiment.groups)),
-            )
-        )
+        tables = [*(overview_tables([group]) if group in alone else ()), *tables_of(group)]
+        figures = [replace(drawn, above=above) for drawn in figures_of(group)]
+        answers = max(3, LIMIT // len(experiment.groups))
+        sections.append(Section(group, verdict(group), tables, figures, answers))
+    of_several = memory(together) if len(together) > 1 else None
+    leads = [replace(of_several, above=above)] if of_several else []
     by_task: dict[str, list[Group]] = {}
     for group in ranked:
         by_task.setdefault(group.task, []).append(group)
@@ -103,26 +93,33 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         for same_task in by_task.values()
         if len(same_task) > 1 or AVERAGE in set(tidy(same_task[0])["value"])
     ]
-    shared += overviews
-    drawn = [figure for section in sections for figure in section.figures]
+    drawn = [*leads, *(figure for section in sections for figure in section.figures)]
     said_first = remarks(experiment)  # which the terminal prints below its tables
     said_first += [f"left aside: {line}" for line in lines_of(aside_of(experiment.folder))]
-    shown = [*shared, *published, *(table for section in sections for table in section.tables)]
+    of_sections = [table for group in experiment.groups for table in tables_of(group)]
+    shown = [*shared, *overview_tables(ranked), *published, *of_sections]
     try:
         page = write_text(
             experiment.folder / PAGE,
-            render_page(experiment, sections, shared, published, [*warnings, *said_first]),
+            render_page(
+                experiment,
+                sections,
+                leaderboards=overview_tables(together) if len(together) > 1 else [],
+                leads=leads,
+                tables=shared,
+                published=published,
+                warnings=[*warnings, *said_first],
+            ),
             PAGE_MARK,
         )
         if ranked:
             scores = summary(ranked)
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
-        table_files = write_tables([*shown, *only_in_files], experiment.folder, experiment.small)
-        figure_files = _write_figures(
-            [figure for figure in drawn if for_print or figure.has_file],
-            experiment.folder,
-            ("png", "pdf") if for_print else ("png",),
-        )
+        table_files = write_tables(shown, experiment.folder, experiment.small)
+        types: Sequence[FileType] = ("svg", "png", "pdf") if for_print else ("svg",)
+        figure_files = [
+            one.write(experiment.folder, file_type) for one in drawn for file_type in types
+        ]
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
@@ -155,14 +152,12 @@ def incomplete(experiment: Experiment) -> Iterator[str]:
         yield f"records are missing: {named}{more}; their command again runs what is missing"
 
 
-def _write_figures(drawn: Sequence[Drawn], folder: Path, types: Sequence[FileType]) -> list[Path]:
-    paths = []
-    for figure in drawn:
-        for file_type in types:
-            paths.append(folder / figure.file(file_type))
-            paths[-1].parent.mkdir(parents=True, exist_ok=True)
-            paths[-1].write_bytes(figure.encoded(file_type))
-    return paths
+def _by_protocol(ranked: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """The groups that a leaderboard sets side by side, those of one protocol with another of it; and
+    those that are alone in theirs, whose table of rates stands in their own section."""
+    count = Counter(group.protocol for group in ranked)
+    together = [group for group in ranked if count[group.protocol] > 1]
+    return together, [group for group in ranked if count[group.protocol] == 1]
 
 
 def summary(groups: Sequence[Group]) -> str:

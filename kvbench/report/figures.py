@@ -1,58 +1,73 @@
 """Which figures a report has of one model and task, and what each shows.
 
-In: a group. Out: `Drawn`, a figure with its caption and what a page shows of it. The drawing itself is
-in `kvbench.report.drawing` and `kvbench.report.panels`.
+In: a group. Out: `Drawn`, a figure with its caption. A new figure is a function here and its line in
+`figures_of`; how numbers are drawn is in `kvbench.report.drawing`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
+from kvbench.errors import printable
 from kvbench.records.figures import Bars, Heatmap
-from kvbench.report.charts import looks_of, number_of
 from kvbench.report.drawing import (
-    AXIS_LABELS,
+    SMALL,
     Drawn,
-    forest,
+    grids,
+    interval_bar,
     lines,
-    score_axis,
+    panels_of,
+    ring,
+    rows,
     shown_name,
-    stem,
+    styled,
 )
 from kvbench.report.frame import tidy, totals
-from kvbench.report.panels import heatmaps, kept_figure
 from kvbench.report.ratios import (
     at_rate,
-    headings,
     held_by,
+    label_with_ratio,
+    largest_first,
     mean_over_rates,
     measures_several_rates,
     rate_texts,
+    ratios_of,
 )
-from kvbench.report.runs import BASELINE, Group, as_text, natural_order, words
-from kvbench.report.style import OF_THE_PAPERS
+from kvbench.report.runs import BASELINE, Group, Variant, as_text, natural_order, words
+from kvbench.report.style import INK, OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
 
-MOST_LINES = 8
-"""Methods of a figure that have a colour, beside the exact cache; the others are grey."""
+MOST_LINES, MOST_PANELS = 8, 12
+"""Methods of a figure that have a colour, beside the exact cache; panels of one."""
+MOST_NAMES = 12
+"""Methods that a caption names as left out."""
 RULE_OF_COLOURS = (
     f"In colour: {MOST_LINES} methods, BalanceKV, SubGen and H2O before others, then those of the best"
     " mean over all points of the figure. The others are grey."
 )
-RATIO_AXIS = "measured ratio (bytes held / bytes of the exact cache)"
-PANEL_FIELDS = ("panel", "name", "line", "x", "mean", "low", "high")
-"""Of the rows of a chart of panels: the panel's title, the method without its rate (null for what is no
-method), the line that joins the points, then the point."""
-GREY = "#666666"
+RATIO_AXIS = "bytes held / bytes of the exact cache (below: the rate)"
 ABOUT_ONE_RATIO = 1.5
 """Where the largest ratio is at most this many times the smallest, methods hold about as much."""
+PARETO = "no other has both fewer bytes and a better mean"
+INTERVAL = "95 % interval"
+AXIS_LABELS = {
+    "length": "context length (tokens)",
+    "depth": "depth (%)",
+    "num_lines": "number of lines",
+    "prompt_tokens": "prompt length (tokens)",
+    "rate": "rate (share of the middle that is kept); below it the measured ratio",
+}
+"""Labels of axes that show a record field, where its name does not say enough."""
 
 
 def figures_of(group: Group) -> list[Drawn]:
@@ -61,7 +76,7 @@ def figures_of(group: Group) -> list[Drawn]:
     if group.good["score"].notna().sum() == 0 or group.meta.kind == "throughput":
         return []
     frame = tidy(group)
-    drawn = [memory(group)]
+    drawn = [memory([group])]
     if heatmap := group.meta.figure(Heatmap):
         drawn.append(heatmaps(group, heatmap))
     if bar := group.meta.figure(Bars):
@@ -69,75 +84,119 @@ def figures_of(group: Group) -> list[Drawn]:
     for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
             drawn.append(breakdown(group, part))
-    drawn.append(kept_figure(group))
+    drawn.append(kept_tokens(group))
     return [figure for figure in drawn if figure is not None]
 
 
-def memory(group: Group) -> Drawn | None:
-    """Score (or error) against the measured ratio of bytes, a line for each method, the exact cache as a
-    line across, the Pareto set ringed and joined. Where all methods hold about as much, a row for each
-    instead. None where no method saves memory."""
-    rows, lower = memory_rows(group), group.meta.lower_is_better
-    others = rows[rows["label"] != BASELINE]
-    if not set(rows["variant"]) & group.compressed:
+def memory(groups: Sequence[Group]) -> Drawn | None:
+    """Scores (or errors) against the measured ratio of bytes: of one model and task, or of several with
+    one unit of scores, a panel for each. None where no method saves memory."""
+    unit = groups[0].meta.score_unit
+    some = [group for group in groups if group.meta.score_unit == unit]
+    panels = {}
+    for group in some[:MOST_PANELS]:
+        panel = memory_rows(group)
+        if set(panel["variant"]) & group.compressed:
+            one_model = len({group.model for group in some}) == 1
+            one_task = len({group.task for group in some}) == 1
+            names = [group.task] * (not one_task) + [group.model] * (not one_model)
+            panels["\n".join(names)] = panel
+    if not panels:
         return None
-    points = list(zip(others["x"], others["mean"], strict=True))
-    rows["ringed"] = False
-    rows.loc[others.index, "ringed"] = pareto(points, lower=lower)
-    text = "Mean scores with 95 % intervals, at the measured ratio."
-    one_point_each = not rows["label"].duplicated().any()
+    first = some[0]
+    draw, text = against_bytes(panels, score_axis(first), lower=first.meta.lower_is_better)
+    if len(some) == 1:
+        title = f"{first.task}{first.protocol_in_title}: score against memory"
+        return Drawn(f"{stem(first)}-ratio", title, text, draw, kind="memory")
+    title = f"Score against memory: {len(panels)} tasks or models"
+    return Drawn("overview-ratio", title, text, draw, kind="memory")
+
+
+def against_bytes(
+    panels: Mapping[str, pd.DataFrame], axis: str, *, lower: bool = False
+) -> tuple[Callable[[], Figure], str]:
+    """Scores against the measured ratio, a line for each method, the exact cache as a line across, the
+    Pareto set ringed. Where each method has one point at about the same ratio, a row for each instead.
+
+    Args:
+        panels: by title, rows with ``label``, ``method``, ``x`` (the ratio), ``at`` (the rate, such as
+            "rate 0.25"), ``mean``, ``low`` and ``high``.
+        axis: what is measured.
+
+    Returns:
+        What draws it, and its caption.
+    """
+    every = pd.concat(panels.values())
+    others = every[every["label"] != BASELINE]
+    ringed = {}
+    for title, frame in panels.items():
+        points = frame[frame["label"] != BASELINE]
+        ratios = points["x"].round(2)  # as they are written: a thousandth is no saving
+        best = pareto(list(zip(ratios, points["mean"], strict=True)), lower=lower)
+        ringed[title] = frame.assign(ringed=frame.index.isin(points.index[best]))
+    explained: dict[str, Any] = {PARETO: ring()}
+    text = (
+        "Mean scores with 95 % intervals, at the measured ratio of bytes. Ringed: the Pareto set."
+    )
+    one_point_each = not any(frame["label"].duplicated().any() for frame in panels.values())
     if one_point_each and others["x"].max() <= ABOUT_ONE_RATIO * others["x"].min():
-        rows = rows.sort_values("mean", ascending=lower, kind="stable")
-        named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
-        draw = partial(forest, named, f"{score_axis(group)}; beside the name the ratio")
-    else:
-        text += (
-            " The dashed line with its band is the exact cache. Ringed and joined points are the Pareto"
-            " set: no other point has both fewer bytes and a better mean. Points of about the same ratio"
-            " are drawn side by side."
-        )
-        grey = rest_of(rows[rows["label"] != BASELINE], lower=lower)
-        if grey:
-            text += f" {RULE_OF_COLOURS}"
-        draw = partial(
-            lines,
-            {"": rows},
-            RATIO_AXIS,
-            score_axis(group),
-            log="xy" if lower and (rows["mean"] > 0).all() else "x",
-            baseline=BASELINE,
-            grey=grey,
-            also=partial(frontier, grey=grey),
-        )
-    title = f"{group.task}{group.protocol_in_title}: score against memory"
-    return Drawn(f"{stem(group)}-ratio", title, text, draw, kind="memory")
+        means = every.groupby("label")["mean"].mean()
+        for title, frame in ringed.items():
+            frame = frame.assign(order=frame["label"].map(means))
+            frame = frame.sort_values("order", ascending=lower, kind="stable")
+            if len(panels) == 1:
+                frame["label"] += frame["x"].map(lambda x: f"  ({x:.2f})")
+            ringed[title] = frame
+        beside = "; beside the name the ratio" if len(panels) == 1 else ""
+        explained[INTERVAL] = interval_bar("_")
+        return partial(rows, ringed, f"{axis}{beside}", explained=explained), text
+    grey = rest_of(others, lower=lower)
+    text += " Points of about the same ratio are drawn side by side."
+    text += f" {RULE_OF_COLOURS}" if grey else ""
+    draw = partial(
+        lines,
+        ringed,
+        RATIO_AXIS,
+        axis,
+        ticks=ratio_ticks,
+        log="xy" if lower and (every["mean"] > 0).all() else "x",
+        baseline=BASELINE,
+        grey=grey,
+        explained=explained | {INTERVAL: interval_bar("|")},
+    )
+    return draw, text
 
 
-def frontier(ax: Axes, rows: pd.DataFrame, grey: Collection[str] = ()) -> None:
-    """Join the ringed points by steps: the best mean that so many bytes buy. The legend does not name
-    grey methods: their ringed points have their name beside them."""
-    best = rows[rows["ringed"]].sort_values("x")
-    look: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.1, "zorder": 1.5}
-    ax.step(best["x"], best["mean"], where="post", **look)
-    beside: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 7}
-    for row in best[best["label"].isin(grey)].to_dict("records"):
-        ax.annotate(shown_name(row["label"]), (row["x"], row["mean"]), color=GREY, **beside)
+def ratio_ticks(frame: pd.DataFrame) -> dict[float, str]:
+    """The ratios at which an axis has ticks: of each rate the median of its methods', named by both, and
+    the smallest and largest of all where they are not near to one of these."""
+    points = frame[frame["label"] != BASELINE]
+    of_rates = points[points["at"].ne("")].groupby("at")["x"].median()
+    places = {float(x): f"{x:.2g}\n{str(at).rpartition(' ')[2]}" for at, x in of_rates.items()}
+    low, high = float(points["x"].min()), float(points["x"].max())
+    near = 0.14 * math.log(high / low) if high > low else 0.0
+    for x in (low, high):
+        if all(abs(math.log(x / other)) > near for other in places):
+            places[x] = f"{x:.2g}"
+    return dict(sorted(places.items()))
 
 
 def memory_rows(group: Group) -> pd.DataFrame:
-    """Scores with ``x``, the measured ratio, and ``label``: a row for each variant, or for each variant
-    and rate where one run measures several rates."""
+    """Scores with ``x``, the measured ratio, ``label``, the method without its rate, and ``at``, the
+    rate: a row for each variant, or for each variant and rate where one run measures several rates."""
     frame = tidy(group)
     by_rate = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if by_rate["value"].nunique() > 1:
         points = zip(by_rate["variant"], by_rate["value"], strict=True)
         x = [held_by(group, "rate").get(point, {}).get("ratio", math.nan) for point in points]
-        rows = in_percent(by_rate).assign(x=x, label=by_rate["variant"])
+        at = by_rate["value"].astype(float).map(at_rate)
+        made = in_percent(by_rate).assign(x=x, label=by_rate["variant"], at=at)
     else:
         total, ratios = totals(frame), totals(frame, "ratio")["mean"]
+        at = total["variant"].map({variant.label: variant.at for variant in group.variants})
         label = total["variant"].map(group.names)
-        rows = in_percent(total).assign(x=ratios, label=label)
-    return rows.dropna(subset=["mean", "x"])
+        made = in_percent(total).assign(x=ratios, label=label, at=at)
+    return made.dropna(subset=["mean", "x"])
 
 
 def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
@@ -150,12 +209,12 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def rest_of(rows: pd.DataFrame, *, lower: bool) -> list[str]:
+def rest_of(points: pd.DataFrame, *, lower: bool) -> list[str]:
     """The labels that a figure of at most `MOST_LINES` coloured lines draws in grey: `RULE_OF_COLOURS`.
     The rows, without the exact cache, have ``label``, ``method`` and ``mean``."""
-    means = rows.groupby("label", sort=False)["mean"].mean().dropna()
+    means = points.groupby("label", sort=False)["mean"].mean().dropna()
     ranked = means.sort_values(ascending=lower, kind="stable").index
-    first = set(rows["label"][rows["method"].isin(OF_THE_PAPERS)])
+    first = set(points["label"][points["method"].isin(OF_THE_PAPERS)])
     return sorted(ranked, key=lambda label: label not in first)[MOST_LINES:]
 
 
@@ -165,10 +224,12 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     lowest = part["rate"].min()
     several = part["rate"].nunique() > 1
     part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
-    by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
-    rows = in_percent(part)
-    rows = rows.assign(x=part["value"].map(ticks.index), label=part["variant"].map(group.names))
-    grey = rest_of(rows[rows["label"] != BASELINE], lower=group.meta.lower_is_better)
+    by, values = str(part["by"].iloc[0]), list(part["value"].unique())
+    points = in_percent(part)
+    points = points.assign(
+        x=part["value"].map(values.index), label=part["variant"].map(group.names)
+    )
+    grey = rest_of(points[points["label"] != BASELINE], lower=group.meta.lower_is_better)
     text = "Mean and 95 % interval over examples. Values are evenly spaced."
     if measures_several_rates(group) and by != "rate":
         text += f" Each is a {mean_over_rates(group)}."
@@ -177,14 +238,16 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         text += f" At {rate_texts(group)[at]}" + (", the lowest." if several else ".")
     if grey:
         text += f" {RULE_OF_COLOURS}"
+    names = _numbered(_rate_ticks(group, values) if by == "rate" else values)
     draw = partial(
         lines,
-        {"": rows},
+        {"": points},
         AXIS_LABELS.get(by, words(by)),
         score_axis(group),
-        ticks=_rate_ticks(group, ticks) if by == "rate" else ticks,
-        joined=all(tick[:1].isdigit() for tick in ticks),
+        ticks=lambda _: names,
+        joined=all(value[:1].isdigit() for value in values),
         grey=grey,
+        explained={INTERVAL: interval_bar("|")},
     )
     title = f"{group.task}{group.protocol_in_title}: score by {words(by)}"
     return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
@@ -207,64 +270,192 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     good["panel"] = good[spec.facet].map(as_text) if spec.facet in good else ""
     keys = ["panel", "method", "variant", spec.x]
     means = good.groupby([*keys, "repeat"], sort=False)["score"].mean()
-    rows = means.groupby(level=keys, sort=False).agg(["mean", "std"]).reset_index()
-    rows = rows.sort_values(
+    points = means.groupby(level=keys, sort=False).agg(["mean", "std"]).reset_index()
+    points = points.sort_values(
         "variant", key=lambda variants: variants.map(group.labels.index), kind="stable"
     )
-    ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
-    rows = rows.assign(
-        label=rows["variant"],
-        x=rows[spec.x].map(ticks.index),
-        low=rows["mean"] - rows["std"],
-        high=rows["mean"] + rows["std"],
+    ticks = sorted(points[spec.x].unique(), reverse=spec.x == "rate")
+    points = points.assign(
+        label=points["variant"],
+        x=points[spec.x].map(ticks.index),
+        low=points["mean"] - points["std"],
+        high=points["mean"] + points["std"],
     )
-    parts = sorted(rows.groupby("panel"), key=lambda part: natural_order(part[0]))
+    parts = sorted(points.groupby("panel"), key=lambda part: natural_order(part[0]))
     field = words(spec.facet or "")
     panels = {f"{field} {value!s}" if value else "": part for value, part in parts}
     xlabel, ylabel = AXIS_LABELS.get(spec.x, words(spec.x)), spec.ylabel or "score"
-    names = [as_text(tick) for tick in ticks]
-    if spec.x == "rate":
-        names = _rate_ticks(group, names)
-    draw = partial(lines, panels, xlabel, ylabel, ticks=names, joined=False)
-    text = (
-        f"Means; error bars: one standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
-    )
+    texts = [as_text(tick) for tick in ticks]
+    names = _numbered(_rate_ticks(group, texts) if spec.x == "rate" else texts)
+    spread = f"one standard deviation over {repeat.nunique()} {words(spec.repeat)}s"
+    look: dict[str, Any] = {"ticks": lambda _: names, "joined": False}
+    look |= {"explained": {spread: interval_bar("|")}}
+    draw = partial(lines, panels, xlabel, ylabel, **look)
     title = f"{group.task}{group.protocol_in_title}: {ylabel} by {words(spec.x)}"
-    chart = _panels_chart(group, panels, xlabel, ylabel, ticks=names)
-    return Drawn(f"{stem(group)}-bars", title, text, draw, "bars", chart)
+    return Drawn(f"{stem(group)}-bars", title, f"Means; error bars: {spread}.", draw, "bars")
+
+
+def _numbered(names: Sequence[str]) -> dict[float, str]:
+    """Ticks at 0, 1, ... with these names."""
+    return {float(place): name for place, name in enumerate(names)}
 
 
 def _rate_ticks(group: Group, rates: Sequence[str]) -> list[str]:
-    """The names of ticks that are rates: the rate, and below it the ratios that were measured at it."""
-    texts = rate_texts(group)
-    named = headings([at_rate(float(rate)) for rate in rates], texts)
-    return [name.removeprefix("rate ").replace(", ", "\n") for name in named]
+    """The names of ticks that are rates: the rate, and below it the median of the ratios at it."""
+    ratios = ratios_of(group).groupby("at")["ratio"].median()
+    ratios = ratios.reindex([at_rate(float(rate)) for rate in rates])
+    return [
+        rate if math.isnan(x) else f"{rate}\n{x:.2g}" for rate, x in zip(rates, ratios, strict=True)
+    ]
 
 
-def _panels_chart(
-    group: Group,
-    panels: Mapping[str, pd.DataFrame],
-    xlabel: str,
-    ylabel: str,
-    *,
-    ticks: Sequence[str],
-) -> dict[str, Any]:
-    """What a page shows of panels that `lines` draws; `ticks` are the names of x = 0, 1, ..."""
-    rows = []
-    for title, frame in panels.items():
-        for row in frame.dropna(subset=["mean"]).to_dict("records"):
-            numbers = [number_of(row[key]) for key in ("mean", "low", "high")]
-            rows.append(
-                [title, group.names[row["label"]], row["label"], ticks[int(row["x"])], *numbers]
-            )
-    return {
-        "kind": "panels",
-        "methods": looks_of(group),
-        "rows": rows,
-        "fields": PANEL_FIELDS,
-        "xlabel": xlabel,
-        "ylabel": ylabel,
-        "log": False,
-        "ticks": list(ticks),
-        "lower": group.meta.lower_is_better,
-    }
+def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
+    """Mean scores by two record fields, a panel for each variant, on one colour scale that all share;
+    None where the records lack one of the fields."""
+    if not {spec.x, spec.y} <= set(group.records):
+        return None
+    of_variants = {label: grid_of(group, label, spec) for label in group.labels}
+    of_variants = {k: grid for k, grid in of_variants.items() if grid.notna().any(axis=None)}
+    ordered = best_first(group, of_variants)
+    shown: dict[str, pd.DataFrame] = {}
+    for variant in ordered[:MOST_PANELS]:
+        title = label_with_ratio(group, variant).replace(", ", "\n")
+        shown[title] = of_variants[variant.label].rename(index=as_text, columns=as_text)
+    labels = AXIS_LABELS.get(spec.x, words(spec.x)), AXIS_LABELS.get(spec.y, words(spec.y))
+    limits = scale_of(group, list(of_variants.values()))
+    draw = partial(grids, shown, *labels, limits)
+    title = f"{group.task}{group.protocol_in_title}: score by {words(spec.x)} and {words(spec.y)}"
+    text = f"Means, {score_axis(group)}, on one colour scale; grey cells have no scored example."
+    text += left_out_text(group, ordered)
+    return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap")
+
+
+def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
+    """Mean scores of one variant as figures show them, [values of y, values of x], over the cells that
+    any variant has; NaN where nothing was scored."""
+    records = group.records.dropna(subset=[spec.x, spec.y])
+    mine = group.good[group.good["variant"] == label]
+    grid = mine.pivot_table(index=spec.y, columns=spec.x, values="score", aggfunc="mean")
+    grid = grid.reindex(
+        index=sorted(records[spec.y].unique()), columns=sorted(records[spec.x].unique())
+    )
+    return grid * (100.0 if group.percent else 1.0)
+
+
+def scale_of(group: Group, made: Sequence[pd.DataFrame]) -> tuple[float, float]:
+    """The ends of the colour scale that all grids of a group share."""
+    if group.percent:
+        return 0.0, 100.0
+    values = np.concatenate([grid.to_numpy(float).ravel() for grid in made])
+    return float(np.nanmin(values)), float(np.nanmax(values))
+
+
+def best_first(group: Group, labels: Collection[str]) -> list[Variant]:
+    """The variants with these labels, in the order in which panels show them: the exact cache, then the
+    compressed ones, lower rates before higher ones and better mean scores before worse ones."""
+    means = group.good.groupby("variant")["score"].mean()
+    sign = 1.0 if group.meta.lower_is_better else -1.0
+
+    def place(variant: Variant) -> tuple[bool, float, float]:
+        mean = sign * float(means.get(variant.label, math.nan))
+        rate = math.inf if variant.rate is None else variant.rate
+        return variant.method != BASELINE, rate, math.inf if math.isnan(mean) else mean
+
+    return sorted((v for v in group.variants if v.label in labels), key=place)
+
+
+def left_out_text(group: Group, ordered: list[Variant]) -> str:
+    """A sentence that says by what order panels were chosen and which methods have none; empty where all
+    have one."""
+    if len(ordered) <= MOST_PANELS:
+        return ""
+    rates = [variant.at for variant in ordered if variant.at]
+    lowest = max(rates, key=largest_first, default="")
+    at_lowest = f" at the lowest rate ({rate_texts(group)[lowest]})" if rates else ""
+    rest = [label_with_ratio(group, variant) for variant in ordered[MOST_PANELS:]]
+    named = "; ".join(rest[:MOST_NAMES])
+    if len(rest) > MOST_NAMES:
+        named += f" and {len(rest) - MOST_NAMES} more"
+    return f" The best{at_lowest} first. Left out: {named}."
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What each variant kept of one example's prompt (`kvbench.engine.kept.strips_of`), by its label;
+    the example is the last of those that most variants have such a record of."""
+
+    example_id: str
+    by_label: Mapping[str, Mapping[str, Any]]
+    ordered: list[Variant]
+
+
+def kept_of(group: Group) -> Kept | None:
+    if "kept" not in group.records:
+        return None
+    # A number in 0.2.0's records of error_scaling.
+    known = group.records[[isinstance(kept, Mapping) for kept in group.records["kept"]]]
+    known = known[known["method"].ne(BASELINE)]
+    known = known.drop_duplicates(["seed", "example_id", "variant"])
+    if known.empty:
+        return None
+    counts = known.groupby(["seed", "example_id"], sort=False)["variant"].transform("size")
+    example = known[counts == counts.max()].iloc[-1]
+    same = known["seed"].eq(example["seed"]) & known["example_id"].eq(example["example_id"])
+    by_label = {str(row["variant"]): row["kept"] for row in known[same].to_dict("records")}
+    return Kept(printable(str(example["example_id"])), by_label, best_first(group, by_label))
+
+
+def kept_tokens(group: Group) -> Drawn | None:
+    """Which tokens of one prompt each method kept, a panel of strips for each variant, some layers from
+    top to bottom; None where no record says it."""
+    kept = kept_of(group)
+    if kept is None:
+        return None
+    shown = {label_with_ratio(group, variant): variant for variant in kept.ordered[:MOST_PANELS]}
+    draw = partial(strips, {title: kept.by_label[of.label] for title, of in shown.items()}, shown)
+    text = (
+        f"Example {kept.example_id}. The x axis is the prompt, from its first token to its last. The"
+        " fuller the colour, the more of a piece of the prompt a layer keeps, averaged over KV heads;"
+        " fullest: as much weight as the exact cache gives it, or more. Entries that stand for no single"
+        f" token are not shown.{left_out_text(group, kept.ordered)}"
+    )
+    title = f"What each method kept: {group.task} on {group.model}{group.protocol_in_title}"
+    return Drawn(f"kept-{stem(group)}", title, text, draw, "kept")
+
+
+@styled
+def strips(
+    panels: Mapping[str, Mapping[str, Any]], variants: Mapping[str, Variant], *, above: str = ""
+) -> Figure:
+    """What the layers of each variant hold of each piece of a prompt, one strip below the other."""
+    xlabel = "token of the prompt; between the lines stands the answer"
+    around: dict[str, Any] = {"xlabel": xlabel, "names": ["layer 10"], "above": above}
+    figure, axes = panels_of(list(panels), (5.2, 0.45), sharex=True, ticks=["1000"], **around)
+    for ax, (title, kept) in zip(axes, panels.items(), strict=True):
+        layers = sorted((int(name), weights) for name, weights in kept["layers"].items())
+        shades = np.nan_to_num(np.array([w for _, w in layers], float) / 100).clip(0, 1)
+        color = np.array(to_rgb(style_of(variants[title].method).color))
+        image = np.concatenate([np.broadcast_to(color, (*shades.shape, 3)), shades[..., None]], 2)
+        end = shades.shape[1] * kept["width"]
+        look: dict[str, Any] = {"aspect": "auto", "interpolation": "none"}
+        ax.imshow(image, extent=(0, end, len(layers), 0), **look)
+        for token in kept.get("answer") or ():
+            ax.axvline(token, color=INK, linewidth=0.8)
+        ax.set_xlim(0, kept["tokens"])
+        ends = {0: layers[0][0], len(layers) - 1: layers[-1][0]}
+        ax.set_yticks([row + 0.5 for row in ends], [f"layer {layer}" for layer in ends.values()])
+        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
+        ax.spines[["top", "right"]].set_visible(True)
+        ax.set_title("")
+        ax.set_title(shown_name(title), loc="left", pad=3)
+    return figure
+
+
+def stem(group: Group) -> str:
+    """What the file names of a group's figures begin with."""
+    names = (re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model))
+    return "-".join(names)
+
+
+def score_axis(group: Group) -> str:
+    return "score (%)" if group.percent else words(group.meta.score_unit)

@@ -12,27 +12,29 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
-from kvbench.report.charts import Chart, vega_script
 from kvbench.report.drawing import Drawn
+from kvbench.report.figures import MOST_PANELS, kept_of
 from kvbench.report.papers import notes_on
-from kvbench.report.ratios import rate_texts, ratio_text
+from kvbench.report.ratios import label_with_ratio, rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.runs import Experiment, Group, as_text, protocol_of, words
 from kvbench.report.style import style_of
-from kvbench.report.table import Table, footer, is_general, value_text
+from kvbench.report.table import Table, footer, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
@@ -40,6 +42,9 @@ LIMIT = 60
 """Examples whose answers a page shows."""
 LONGEST = 400
 """Characters of a prediction or a prompt tail that are shown."""
+FULL_SHADE, MOST_BESIDE = 9, 150
+"""Steps in which a page shows how much of a piece of a prompt is kept; characters of the prompt that it
+shows at both ends and on both sides of the answer."""
 _FAILURES = 100
 """Failed examples that a page names."""
 _PROTOCOLS = {
@@ -56,22 +61,13 @@ _KEPT = ", always kept and not counted in the rate"
 
 @dataclass(frozen=True)
 class Section:
-    """What a page shows of one model and task.
-
-    The first table is open, the others are folded. Of each figure that has a `chart` the page shows
-    that, below the chart of scores.
-    """
+    """What a page shows of one model and task: the first table and figure, with the others folded."""
 
     group: Group
     verdict: str
     tables: Sequence[Table]
     figures: Sequence[Drawn] = ()
-    chart: Chart | None = None
     answers: int = LIMIT
-
-    @property
-    def files(self) -> list[Drawn]:
-        return [drawn for drawn in self.figures if drawn.has_file]
 
     @cached_property
     def sample(self) -> tuple[list[dict[str, Any]], int]:
@@ -84,6 +80,19 @@ class Section:
         fields = pd.DataFrame([example["fields"] for example in self.sample[0]])
         values = {str(name): fields[name].dropna().unique().tolist() for name in fields}
         return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
+
+    @cached_property
+    def kept_words(self) -> list[dict[str, Any]]:
+        """For each variant the words of the prompt whose kept tokens are shown."""
+        kept = kept_of(self.group)
+        if kept is None:
+            return []
+        named = [(label_with_ratio(self.group, variant), variant) for variant in kept.ordered]
+        words_of = [
+            {"title": title, "method": of.method, "words": words_kept(kept.by_label[of.label])}
+            for title, of in named[:MOST_PANELS]
+        ]
+        return [each for each in words_of if each["words"]]
 
     @property
     def failures(self) -> pd.DataFrame:
@@ -164,46 +173,75 @@ def clip(text: Any, *, from_end: bool = False) -> str:
     return text[-LONGEST:] if from_end else f"{text[:LONGEST]}…"
 
 
+def words_kept(kept: Mapping[str, Any]) -> list[tuple[str, int | None, bool]]:
+    """What a variant kept of the text of a prompt: its beginning, what is around the answer, and its end
+    (`MOST_BESIDE`), in parts of one shade.
+
+    Returns:
+        Text, shade (0 to `FULL_SHADE`, over layers and KV heads) and whether the answer stands in it; a
+        gap says how many tokens it is, and its shade is None.
+    """
+    weights = np.mean([np.array(layer, float) for layer in kept["layers"].values()], axis=0) / 100
+    shades = np.ceil(FULL_SHADE * np.nan_to_num(weights).clip(0, 1)).astype(int)
+    texts = [str(text) for text in kept.get("texts") or ()][: len(shades)]
+    start, end = kept.get("answer") or (0, 0)
+    first_tokens = np.arange(len(texts)) * kept["width"]
+    has_answer = (first_tokens < end) & (first_tokens + kept["width"] > start)
+    ends = np.cumsum([len(text) for text in texts])
+    starts = ends - [len(text) for text in texts]
+    shown = (starts < MOST_BESIDE) | (ends > ends[-1:].sum() - MOST_BESIDE)
+    answer = np.flatnonzero(has_answer)
+    if answer.size:
+        near = ends > starts[answer[0]] - MOST_BESIDE
+        shown |= near & (starts < ends[answer[-1]] + MOST_BESIDE)
+    parts: list[tuple[str, int | None, bool]] = []
+    keys = [(int(shades[i]), bool(has_answer[i])) if shown[i] else None for i in range(len(texts))]
+    for key, same in groupby(range(len(texts)), keys.__getitem__):
+        places = list(same)
+        if key is None:
+            parts.append((f" … {len(places) * kept['width']} tokens … ", None, False))
+        else:
+            text = "".join(texts[i] for i in places).replace("\n", "↵ ")
+            parts.append((text, *key))
+    return parts
+
+
 def render_page(
     experiment: Experiment,
     sections: Sequence[Section],
+    *,
+    leaderboards: Sequence[Table],
+    leads: Sequence[Drawn],
     tables: Sequence[Table],
     published: Sequence[Table],
     warnings: Sequence[str],
 ) -> str:
-    """The page's HTML. Of the `tables` of several models or tasks, leaderboards stand before the
-    sections; `warnings` are lines on what the report had to leave out."""
-    has_charts = any(s.chart or any(drawn.chart for drawn in s.figures) for s in sections)
-    leaderboards = [table for table in tables if table.kind == "overview"]
-    notes = dict.fromkeys(note for table in (*tables, *published) for note in table.notes)
-    notes |= dict.fromkeys(_notes_of(sections))
-    above = {note for table in leaderboards for note in table.notes}
+    """The page's HTML: leaderboards with the figures of all (`leads`), a section for each model and
+    task, folded where there is a leaderboard, then tables of several. `warnings` are lines on what the
+    report had to leave out. A note stands below the first table that has it."""
     configs = [run.manifest.get("config") or {} for run in experiment.runs]
+    seen: set[str] = set()
+
+    def new_notes(notes: Sequence[str]) -> list[str]:
+        new = [note for note in notes if note not in seen]
+        seen.update(new)
+        return footer(new)
+
     return html(
         "page.html.j2",
         title=experiment.name,
         small=experiment.small,
-        notes=[note for note in notes if note not in above],
         differs=dict.fromkeys(n for config in configs for n in notes_on(config.get("differs"))),
         facts=facts_of(experiment),
-        names={label: name for s in sections for label, name in s.group.names.items()},
         sections=sections,
         leaderboards=leaderboards,
-        tables=[table for table in tables if table.kind != "overview"],
+        leads=leads,
+        tables=tables,
         published=published,
         warnings=warnings,
+        new_notes=new_notes,
         reproduce=how_to_reproduce(experiment),
-        libraries=[vega_script(), _template("charts.js")] if has_charts else [],
     )
-
-
-def _notes_of(sections: Sequence[Section]) -> Iterator[str]:
-    """The notes of all sections' tables. Where there are several sections, a note on the examples of one
-    begins with the name of its task."""
-    for section in sections:
-        for note in (note for table in section.tables for note in table.notes):
-            named = len(sections) > 1 and not is_general(note)
-            yield f"{section.group.task}: {note}" if named else note
 
 
 def _shown(value: Any) -> Any:
@@ -239,15 +277,14 @@ _TEMPLATES.globals.update(
 )
 
 
-def html(template: str, *, libraries: Sequence[str] = (), **values: Any) -> str:
-    """A page made from one of the templates, with the sources of `libraries` as scripts beside page.js.
-    Every value is escaped; an unknown name is an error."""
-    scripts = [_template("page.js"), *libraries]
-    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+def html(template: str, **values: Any) -> str:
+    """A page made from one of the templates. Every value is escaped; an unknown name is an error."""
+    script = _template("page.js")
+    digest = hashlib.sha256(script.encode()).digest()
     return _TEMPLATES.get_template(template).render(
         style=_template("page.css"),
-        scripts=scripts,
-        script_hashes=[base64.b64encode(digest).decode() for digest in digests],
+        script=script,
+        script_hash=base64.b64encode(digest).decode(),
         **values,
     )
 

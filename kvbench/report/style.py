@@ -14,10 +14,16 @@ class Style:
     marker: str
 
 
+INK, SOFT, LIGHT_GREY, GRID, GAPS = "#1c2430", "#5a6573", "#c4c4c4", "#dddddd", "#eeeeee"
+"""Text and the exact cache; axes; methods beyond those in colour; lines and cells behind all."""
+_DARK_GROUND = "#14181d"
+"""That of a page (templates/page.css)."""
+_CONTRAST = 4.0
+"""Of a colour with the dark ground, at least (WCAG's ratio of luminances; lines need 3, text 4.5)."""
 _KNOWN = {
-    "exact": Style("#000000", "o"),
+    "exact": Style(INK, "o"),
     "topk": Style("#AA4499", "p"),
-    "local": Style("#AAAAAA", "v"),
+    "local": Style("#8A8A8A", "v"),
     "streaming_llm": Style("#7A5C2E", "<"),
     "strided": Style("#999933", "H"),
     "fixed": Style("#44AA99", "d"),
@@ -28,7 +34,7 @@ _KNOWN = {
     "solved": Style("#C1121F", "P"),
     "spatten": Style("#661100", "h"),
     "subgen": Style("#E69F00", "D"),
-    "subgen_streaming": Style("#DDCC77", ">"),
+    "subgen_streaming": Style("#B59F2D", ">"),
     "balancekv": Style("#D55E00", "*"),
     "balancekv_turboquant": Style("#9C6644", "*"),
     "balancekv_wildcat": Style("#F4845F", "h"),
@@ -54,7 +60,7 @@ _KNOWN = {
 }
 OF_THE_PAPERS = ("balancekv", "subgen", "h2o")
 """The methods that the papers propose whose experiments kvbench reproduces."""
-_COLORS = ("#332288", "#DDCC77", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
+_COLORS = ("#332288", "#B59F2D", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
 _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
 
 
@@ -67,6 +73,35 @@ def style_of(method: str) -> Style:
     code, base = zlib.crc32(method.encode()), _base_of(method)
     color = _KNOWN[base].color if base else _COLORS[code % len(_COLORS)]
     return Style(color, _MARKERS[code // len(_COLORS) % len(_MARKERS)])
+
+
+def _on_dark(color: str) -> str:
+    """A colour as much lighter as `_CONTRAST` takes."""
+    lighter = color
+    for share in range(0, 101, 5):
+        parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+        lighter = "#" + "".join(f"{round(part + (255 - part) * share / 100):02x}" for part in parts)
+        if (_luminance(lighter) + 0.05) / (_luminance(_DARK_GROUND) + 0.05) >= _CONTRAST:
+            break
+    return lighter
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+ON_DARK = {style.color.lower(): _on_dark(style.color) for style in _KNOWN.values()}
+ON_DARK |= {color.lower(): _on_dark(color) for color in _COLORS}
+ON_DARK |= {
+    INK: "#e4e8ed",
+    SOFT: "#9aa6b4",
+    LIGHT_GREY: "#525c69",
+    GRID: "#333b45",
+    GAPS: "#2a323b",
+}
+"""What takes the place of each colour of a figure where the ground is dark."""
 
 
 def _base_of(method: str) -> str:

@@ -132,7 +132,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
         for drawn in paths.drawn:
             if drawn.kind in ("memory", "heatmap"):
                 caption = f"{drawn.title}. {drawn.caption}"
-                values[drawn.name] = wandb.Image(str(folder / drawn.file("png")), caption=caption)
+                values[drawn.name] = wandb.Image(str(drawn.write(folder, "png")), caption=caption)
         with _opened(folder, run_id(name, OVERVIEW), paths.manifest, about) as run:
             run.log(values)
         yield Path(run.dir).parent

@@ -83,6 +83,12 @@ for (const table of document.querySelectorAll("table")) offerGroups(table);
 for (const section of document.querySelectorAll(".predictions")) {
   section.addEventListener("change", () => filterExamples(section));
 }
+function openTarget() {  // a link to what is folded opens it
+  const target = location.hash.length > 1 ? document.getElementById(location.hash.slice(1)) : null;
+  if (target?.closest("details")) { target.closest("details").open = true; target.scrollIntoView(); }
+}
+addEventListener("hashchange", openTarget);
+openTarget();
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details")) details.open = true;
 });
