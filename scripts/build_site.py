@@ -39,7 +39,7 @@ def build_site(out: Path, folders: list[Path]) -> Path:
     for folder in (folder for folder in folders if (folder / PAGE).is_file()):
         place = Path("experiments", folder.name)
         shutil.rmtree(out / place, ignore_errors=True)
-        for pattern in (PAGE, "tables/*.csv", "figures/*.png"):
+        for pattern in (PAGE, "tables/*.csv", "figures/*.svg", "figures/*.png"):
             for file in folder.glob(pattern):
                 copy = out / place / file.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
