@@ -64,7 +64,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         StoreError: the folder has no runs, or a broken one, or cannot be written to.
     """
     from kvbench.report.figures import figures_of, memory
-    from kvbench.report.page import LIMIT, PAGE, Section, render_page
+    from kvbench.report.page import LIMIT, MOST_ANSWERS, PAGE, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
     warnings = list(incomplete(experiment))
@@ -81,8 +81,8 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     for group in experiment.groups:
         tables = [*(overview_tables([group]) if group in alone else ()), *tables_of(group)]
         figures = [replace(drawn, above=above) for drawn in figures_of(group)]
-        answers = max(3, LIMIT // len(experiment.groups))
-        sections.append(Section(group, verdict(group), tables, figures, answers))
+        examples = min(LIMIT // len(experiment.groups), MOST_ANSWERS // len(group.variants))
+        sections.append(Section(group, verdict(group), tables, figures, max(3, examples)))
     of_several = memory(together) if len(together) > 1 else None
     leads = [replace(of_several, above=above)] if of_several else []
     by_task: dict[str, list[Group]] = {}

@@ -40,6 +40,8 @@ _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
 LIMIT = 60
 """Examples whose answers a page shows."""
+MOST_ANSWERS = 1000
+"""Answers of one model and task that a page shows: of many methods fewer examples."""
 LONGEST = 400
 """Characters of a prediction or a prompt tail that are shown."""
 FULL_SHADE, MOST_BESIDE = 9, 150
