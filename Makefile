@@ -87,20 +87,23 @@ BOTH = $(SMALL) model=$(REAL_MODELS) $(if $(SHARD),shard=$(SHARD))
 RATES = -m budget.rate=0.25,0.125,0.5
 LINES = $(SMALL) model=recall_mini experiment_name=lines batch_size=8
 export LONGEVAL ESSAYS LONGBENCH
-REPORTED_EXPERIMENTS = leaderboard context ruler frontier instructions figure4 table1 lines
+REPORTED_EXPERIMENTS = leaderboard context fidelity ruler frontier instructions figure4 table1 lines
 results: RESULTS = results
 results: results-leaderboard results-needles results-instructions results-papers results-claims results-lines ## results/ as committed: real models' tables, lines of the shipped one; README's tables and figure
-	for name in $(REPORTED_EXPERIMENTS); do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	for name in $(REPORTED_EXPERIMENTS); do $(BIN)/python -m kvbench.report $(RESULTS)/$$name; done
+	$(BIN)/python scripts/readme_figure.py --out $(RESULTS)/needles --axis 'facts found (%)' --title 'Facts found against bytes held' \
+	  --methods solved,kvzip,kvzip_plus,kvgrad,snapkv,h2o,streaming_llm,balancekv \
+	  $(foreach model,SmolLM2-135M=smollm2_135m-Q4_1 Gemma-3-270M=gemma3_270m-q4_k_m,$(subst =,=$(RESULTS)/leaderboard/tables/needles-,$(model)).csv)
 	$(BIN)/python scripts/lost_and_won.py $(RESULTS)
 	$(BIN)/python scripts/readme_tables.py
 
 # Settings are those of conf/parts/*/_results_*.yaml. Methods that read a prompt twice have no error of a single layer.
 SECOND_PASS = kvzip kvzip_plus kvgrad kvzip_turboquant solved solved_turboquant solved_kvzip_plus solved_kvgrad
-LAYER_ERROR = experiment=leaderboard task=_results_layer_error $(foreach name,$(SECOND_PASS),'~methods.$(name)')
+LAYER_ERROR = experiment=leaderboard experiment_name=fidelity task=_results_layer_error $(foreach name,$(SECOND_PASS),'~methods.$(name)')
 # Those of Gemma that attend to everything.
 FULL_LAYERS = 'task.layers=[6,12,18]'
 results-leaderboard: setup
-	$(BOTH) experiment=leaderboard task=_results_fidelity
+	$(BOTH) experiment=leaderboard experiment_name=fidelity task=_results_fidelity
 	$(REAL) $(LAYER_ERROR)
 	$(if $(findstring gemma3,$(REAL_MODELS)),$(SMALL) model=gemma3_270m $(FULL_LAYERS) $(LAYER_ERROR))
 	$(BOTH) experiment=leaderboard experiment_name=ruler task=_results_ruler $(RATES)

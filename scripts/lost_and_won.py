@@ -19,7 +19,7 @@ import pandas as pd
 from kvbench import load
 from kvbench.errors import UserError, complain
 
-FOLDERS = ("leaderboard", "context", "ruler", "instructions")
+FOLDERS = ("leaderboard", "context", "fidelity", "ruler", "instructions")
 INNER = {"solved": "kvzip", "solved_turboquant": "kvzip_turboquant"}
 """The inner method of each `solved` whose name does not end with it."""
 LOWER = ("fidelity",)

@@ -191,18 +191,17 @@ def _bytes(experiment: str, model: str) -> list[Bytes]:
     ]
 
 
-def _at_quarter(
-    heading: str, task: str, table: str, measure: str, where: dict[str, object], model: str
-) -> Column:
-    return Column(f"{heading}, 0.25", f"leaderboard/{task}-{model}{table}", where, measure, 3)
-
-
 def _leaderboard(model: str) -> Sequence[Columns]:
     return (
         *_needles("leaderboard", model),
-        Column("KL, 0.25", f"leaderboard/fidelity-{model}", {"by": "dataset"}, digits=3),
-        _at_quarter("Δ NLL", "fidelity", "-fidelity", "difference", {"group": "rate 0.25"}, model),
-        _at_quarter("layer error", "layer_error", "-by-rate", "score", {"value": 0.25}, model),
+        Column("KL, 0.25", f"fidelity/fidelity-{model}", {"by": "dataset"}, digits=3),
+        Column("Δ NLL, 0.25", f"fidelity/fidelity-{model}-fidelity", {}, "difference", 3),
+        Column(
+            "layer error, 0.25",
+            f"fidelity/layer_error-{model}-by-rate",
+            {"value": 0.25},
+            digits=3,
+        ),
         *_bytes("leaderboard", model),
     )
 
@@ -338,8 +337,10 @@ def solved(experiment: str, model: str) -> str:
     """Per cent that each method finds, alone and with solved values, and how many prompts these lose and
     win; KL beside. The aim is to lose at most one more than are won: bold is what misses it."""
     frame = pd.read_csv(RESULTS / "lost_and_won.csv")
-    ours = frame["model"].eq(model) & frame["experiment"].isin([experiment, "ruler"])
-    frame = frame[ours & (frame["experiment"].ne("ruler") | (experiment == "leaderboard"))]
+    experiments = [experiment]
+    if experiment == "leaderboard":
+        experiments += ["fidelity", "ruler"]
+    frame = frame[frame["model"].eq(model) & frame["experiment"].isin(experiments)]
     columns = [
         (task, rate)
         for task in ("needles", "ruler", "fidelity")

@@ -4,6 +4,7 @@ where a table denies it, and what solving loses and wins is counted prompt by pr
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,17 @@ def test_a_sentence_that_a_table_denies_is_found(results: Path, says: str, denie
     found = readme_tables.untrue(f"A sentence.\n<!-- says leaderboard/{says} -->")
     assert len(found) == bool(denied)
     assert denied in "".join(found)
+
+
+@pytest.mark.parametrize("name", ["results/README.md", "results/README-more.md"])
+def test_a_paragraph_that_speaks_of_significance_is_checked(name: str) -> None:
+    """What a page says of a test stands beside the comment from which it is checked; claims.csv has the
+    test of each claim."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- table .*?<!-- end .*? -->", "", text, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\n|\n(?=- )", text):
+        if "significant" in paragraph and "claims.csv" not in paragraph:
+            assert "<!-- says " in paragraph, paragraph
 
 
 def record(method: str, prompt: int, score: float, held: int, **more: object) -> dict[str, object]:
