@@ -451,11 +451,8 @@ def lines(
             look = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
             look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
             _errorbar(ax, part["x"].to_numpy(float), part, across=False, **look)
-            look = {"xytext": (5, -9), "textcoords": "offset points", "color": SOFT}
-            on_front = part[part["ringed"]] if "ringed" in part else part[:0]
-            for row in on_front.tail(1).to_dict("records"):
-                name = shown_name(row["label"])
-                ax.annotate(name, (row["x"], row["mean"]), fontsize=7, **look)
+        on_front = known[known["label"].isin(grey) & known.get("ringed", False)]
+        _name_points(ax, on_front.groupby("label", sort=False).tail(1))
         texts = list(names_of.values())
         if log:
             ax.autoscale_view()
@@ -486,6 +483,30 @@ def _without_overlap(texts: Iterable[str], places: Array) -> list[str]:
         shown.append(shorter)
         left = place - half if shorter else left
     return shown[::-1]
+
+
+def _name_points(ax: Axes, points: pd.DataFrame) -> None:
+    """Write the label of each point below it, towards the middle of the axes; one whose place is taken
+    stands a line lower."""
+    ax.autoscale_view()
+    taken: list[tuple[bool, float]] = []
+    for row in points.sort_values("mean", ascending=False).to_dict("records"):
+        x, y = (ax.transScale + ax.transLimits).transform((row["x"], row["mean"]))
+        line = 1.1 * 7 / 72 / (ax.get_position().height * ax.get_figure().get_figheight())  # type: ignore[union-attr]
+        is_right, place = bool(x > 0.5), y - line
+        while any(side == is_right and abs(place - other) < line for side, other in taken):
+            place -= line
+        taken.append((is_right, place))
+        ax.text(
+            x - 0.02 if is_right else x + 0.02,
+            place,
+            shown_name(row["label"]),
+            fontsize=7,
+            color=SOFT,
+            ha="right" if is_right else "left",
+            va="center",
+            transform=ax.transAxes,
+        )
 
 
 def _name_ends(ax: Axes, ends: pd.DataFrame, step: float, *, dashed: str) -> None:
