@@ -61,7 +61,7 @@ Side = tuple[Group, Variant]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two experiments have in common: tables of each task and of runs that one lacks, and a row per
+    """Two experiments beside each other: tables of each task and of runs that one lacks, and a row per
     variant and dataset."""
 
     names: tuple[str, str]

@@ -58,7 +58,7 @@ _PROTOCOLS = {
 _PLACE = re.compile(r""" ('?)results_dir=/[^\s']*\1(?= |$)""")
 """An absolute ``results_dir`` in a command."""
 _KEPT = ", always kept and not counted in the rate"
-"""What is true of every sink and window."""
+"""Said of every sink and window."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
 
 
 def _by_task(manifests: Sequence[Any], texts: Sequence[str], ending: str = "") -> list[str]:
-    """What was said of each run, once, and then the ending; with the names of the tasks where it differs
-    between them."""
+    """Each text once, then the ending; with the names of the tasks where the runs' texts differ."""
     tasks_of: dict[str, dict[str, None]] = {}
     for manifest, text in zip(manifests, texts, strict=True):
         if text:

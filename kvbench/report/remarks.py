@@ -1,5 +1,5 @@
-"""What a reader must know before the scores of an experiment: that they are about nothing, or about
-answers or prompts that were cut."""
+"""Warnings that a reader needs before the scores of an experiment: an exact cache at 0 %, and answers
+or prompts that were cut."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ INK, SOFT, LIGHT_GREY, GRID, GAPS = "#1c2430", "#5a6573", "#c4c4c4", "#dddddd", 
 _DARK_GROUND = "#14181d"
 """That of a page (templates/page.css)."""
 _CONTRAST = 4.0
-"""Of a colour with the dark ground, at least (WCAG's ratio of luminances; lines need 3, text 4.5)."""
+"""The least contrast of a colour with the dark ground (WCAG's ratio; lines need 3, text 4.5)."""
 _KNOWN = {
     "exact": Style(INK, "o"),
     "topk": Style("#AA4499", "p"),
@@ -101,7 +101,7 @@ ON_DARK |= {
     GRID: "#333b45",
     GAPS: "#2a323b",
 }
-"""What takes the place of each colour of a figure where the ground is dark."""
+"""The colour that each colour of a figure becomes on a dark ground."""
 
 
 def _base_of(method: str) -> str:
