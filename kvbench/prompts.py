@@ -112,6 +112,7 @@ class PromptEncoder:
         chat: whether the tokenizer has a chat template and the model's config allows its use.
         max_input: the most prompt tokens by the model's config; None for no limit.
         max_positions: the most tokens of prompt and answer together; None if unknown.
+        vocabulary: the number of token ids that the model has; None if unknown.
         end_ids: the tokenizer's end token and those of the model's config (end of turn).
         enable_thinking: passed to the chat template under this name; None: the template's own default.
         thought: what the model writes before its answer; None for a model that answers at once.
@@ -126,6 +127,7 @@ class PromptEncoder:
     chat: bool = False
     max_input: int | None = None
     max_positions: int | None = None
+    vocabulary: int | None = None
     end_ids: frozenset[int] = frozenset()
     enable_thinking: bool | None = None
     thought: Thought | None = None

@@ -220,7 +220,7 @@ class Context:
             else:
                 after = encoder.encode_after(".", self._closing)
         ids = token_ids(question, self.tokenizer, "the question", special=False)
-        check_ids(self.model, ids, "the question")
+        check_ids(ids, vocabulary(self.model), "the question", type(self.model).__name__)
         return before + ids + after
 
     def _answers(
@@ -295,7 +295,7 @@ def read_prompt(
     Raises:
         KVError: a token id that the model does not have.
     """
-    check_ids(model, ids, "the prompt")
+    check_ids(ids, vocabulary(model), "the prompt", type(model).__name__)
     encoder = None
     if tokenizer is not None:
         encoder = repeating_encoder(tokenizer, ids, [method for method, _ in methods.values()])
@@ -311,14 +311,13 @@ def read_prompt(
     )
 
 
-def check_ids(model: PreTrainedModel, ids: Sequence[int], what: str) -> None:
-    """Refuse token ids that the model does not have, as of another model's tokenizer."""
-    size = vocabulary(model)
-    unknown = next((token for token in ids if not 0 <= token < size), None)
-    if unknown is not None:
+def check_ids(ids: Sequence[int], size: int, what: str, whose: str) -> None:
+    """Refuse token ids that a model with a vocabulary of `size` does not have, as of another model's
+    tokenizer."""
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        unknown = next(token for token in ids if not 0 <= token < size)
         raise KVError(
-            f"{what} has token id {unknown}; allowed: 0..{size - 1}, the vocabulary of "
-            f"{type(model).__name__}"
+            f"{what} has token id {unknown}; allowed: 0..{size - 1}, the vocabulary of {whose}"
         )
 
 

@@ -573,6 +573,7 @@ def model_encoder(tokenizer: Tokenizer, spec: ModelSpec) -> PromptEncoder:
         family=str(config.model_type),
         max_input=spec.max_input,
         max_positions=positions if isinstance(positions, int) else None,
+        vocabulary=getattr(config, "vocab_size", None),
     )
 
 

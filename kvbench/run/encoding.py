@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from kvbench.engine.context import check_ids
 from kvbench.kv import KVError
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example
@@ -99,6 +100,10 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     Where the history of an example is "golden", its question ids begin with the earlier questions about
     the context and their golden answers. Where it is "own", they begin with the tokens that come between
     the method's own answer and the next message.
+
+    Raises:
+        KVError: examples of one context_id have several contexts, or a prompt has a token id that the
+            model does not have.
     """
     encoded_examples: list[EncodedExample] = []
     contexts: dict[Any, tuple[int, ...]] = {}  # each is encoded once
@@ -110,11 +115,18 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
         return tuple(encoder.encode_text(text)) if known is None else known
 
+    def check(ids: tuple[int, ...], example: Example) -> None:
+        if encoder.vocabulary is not None:
+            check_ids(
+                ids, encoder.vocabulary, f"example {example.id!r}", f"the {encoder.family} model"
+            )
+
     for example in _encoded_whole(examples, encoder):
         around = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
         context = (example.context, example.context_ids, example.complete)
         if context not in contexts:
             contexts[context] = (*around[0], *ids(example.context, example.context_ids))
+            check(contexts[context], example)
         question = (*ids(example.question, example.question_ids), *around[1])
         encoded = EncodedExample(example, contexts[context], question)
         name = encoded.context
@@ -135,6 +147,7 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
                 golden = next(iter(example.answers), "")
             answer = encoder.encode_text(golden) if golden else []
             history_of_context[name] = (*history, *question, *answer, *between)
+        check(encoded.question_ids, example)
         encoded_examples.append(encoded)
     return encoded_examples
 

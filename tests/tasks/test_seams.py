@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.encoders import GPT2_WORDS, LLAMA2, LLAMA3_WORDS, byte_level, sentencepiece
+from support.encoders import (
+    GPT2_WORDS,
+    LLAMA2,
+    LLAMA3_WORDS,
+    byte_level,
+    sentencepiece,
+    tokenizer,
+)
 from support.paths import write_lines
 
 from kvbench.engine.context import token_ids
+from kvbench.engine.model import ModelSpec, model_encoder
+from kvbench.kv import KVError
 from kvbench.prompts import PromptEncoder
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import Example
@@ -199,3 +208,28 @@ class Slow:
 
     def __call__(self, text: str, **options: Any) -> Any:
         return {"input_ids": self.whole(text, **options)["input_ids"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "unknown"),
+    [
+        ({"context": "the river was wide"}, r"\d{3}"),  # the tokenizer has more tokens
+        ({"context_ids": (3, 97), "question_ids": (5,)}, "97"),
+        ({"context_ids": (3, 96), "question_ids": (-1,)}, "-1"),
+        ({"context_ids": (3, 96), "question_ids": (5,)}, None),
+        ({"context": "", "question_ids": (5,), "history": "golden", "golden": "river"}, r"\d{3}"),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused_before_a_model_reads_them(
+    changes: dict[str, Any], unknown: str | None
+) -> None:
+    config = {"model_type": "llama", "vocab_size": 97}
+    encoder = model_encoder(tokenizer(), ModelSpec(name="m", path="none", architecture=config))
+    one = Example(id="x1", context="", question="", answers=("a",), max_new_tokens=2, dataset="d")
+    examples = [replace(one, context_id="c", id=name, **changes) for name in ("x1", "x2")]
+    if unknown is None:
+        assert len(encode_examples(examples, encoder)) == 2
+        return
+    allowed = r"allowed: 0\.\.96, the vocabulary of the llama model$"
+    with pytest.raises(KVError, match=rf"^example 'x[12]' has token id {unknown}; {allowed}"):
+        encode_examples(examples, encoder)
