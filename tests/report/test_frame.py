@@ -28,7 +28,6 @@ from kvbench.report.figures import memory_rows
 from kvbench.report.frame import AVERAGE, scores, tidy, totals
 from kvbench.report.page import facts_of
 from kvbench.report.runs import COLUMNS, Group, group_runs, load_experiment
-from kvbench.report.table import INTERVAL, LEGEND
 from kvbench.report.tables import overview_tables, pairs_table, score_table, verdict
 
 
@@ -77,50 +76,6 @@ def test_only_means_over_the_same_examples_are_ranked(
 ) -> None:
     found = marks(group_from(tmp_path, **{name: each * 10 for name, each in values.items()}))
     assert {label for label, mark in found.items() if "best" in mark} == best
-
-
-def test_of_few_prompts_nothing_is_said(tmp_path: Path) -> None:
-    """Four prompts, and an interval that leaves no doubt: still too few."""
-    few = group_from(tmp_path, exact=[1] * 4, snapkv=[1] * 4, uniform=[0] * 4)
-    assert marks(few) == {"exact": set(), "snapkv": {"few"}, "uniform": {"few"}}
-    assert data(pairs_table(few))["p"].isna().all()
-    assert verdict(few) == (
-        "At rate 0.25: snapkv has 100.0 % (4 prompts): too few prompts to say more."
-    )
-    one = group_from(tmp_path / "one", exact=[1], snapkv=[1])
-    assert LEGEND["few"] in score_table(one).notes
-    more = group_from(tmp_path / "more", exact=[1] * 12, snapkv=[1] * 12, uniform=[0] * 12)
-    assert marks(more)["uniform"] == {"worse"}
-    assert "significantly worse: uniform" in verdict(more)
-
-
-NOTES: list[tuple[dict[str, list[float | None]], set[str]]] = [
-    ({"exact": [1, 0] * 10}, {"interval"}),
-    ({"exact": [1] * 4, "snapkv": [1] * 4, "uniform": [0] * 4}, {"interval", "few", "delta"}),
-    ({"snapkv": [1, 0] * 10}, {"interval", "no exact"}),
-    ({"exact": [1] * 20, "snapkv": [1, 0] * 10}, {"interval", "delta"}),
-    ({"snapkv": [1] * 20, "uniform": [0] * 20}, {"interval", "best", "worse", "no exact"}),
-    ({"snapkv": [1, 0] * 10, "uniform": [0, 1] * 10}, {"interval", "best", "no exact"}),
-    (
-        {"snapkv": [1, 0.5] * 20, "h2o": [None, *[1] * 39], "uniform": [*[1] * 20, *[None] * 20]},
-        {"interval", "best", "worse", "tied", "incomplete", "no exact"},
-    ),
-]
-"""Scores, and the notes of their table: none that explains what is not there."""
-
-
-@pytest.mark.parametrize(("values", "expected"), NOTES, ids=range(len(NOTES)))
-def test_a_note_stands_only_where_what_it_explains_is_in_the_table(
-    tmp_path: Path, values: dict[str, list[float | None]], expected: set[str]
-) -> None:
-    group = group_from(tmp_path, **values)
-    notes = score_table(group).notes
-    known = LEGEND | {"interval": INTERVAL}
-    named = {text: name for name, text in known.items()}
-    begins = {"Δ exact: paired": "delta", "The exact cache was not run": "no exact"}
-    for begin, name in begins.items():
-        named |= dict.fromkeys((note for note in notes if note.startswith(begin)), name)
-    assert {named[note] for note in notes} == expected
 
 
 def test_a_difference_in_large_datasets_is_shown_beside_tiny_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,19 @@ def throughput_records(method: str) -> list[dict[str, Any]]:
     return records
 
 
+def fidelity_records() -> list[dict[str, Any]]:
+    """Distances of four prompts at two rates, the first of which keeps one prompt whole."""
+    records = []
+    for prompt, rate in itertools.product(range(4), (0.5, 0.25)):
+        kl = (prompt + 1) / 10 / rate
+        about = {"example_id": f"p{prompt}/{rate}", "prompt": f"p{prompt}", "rate": rate}
+        about |= {"ratio": rate, "compressed": prompt > 0 or rate < 0.5, "agreement": 0.5}
+        distances = {"score": kl, "kl": kl, "max_kl": 2 * kl, "difference": kl / 2}
+        distances |= {"perplexity_ratio": math.exp(kl / 2), "kl_floor": 1e-7}
+        records.append(about | distances)
+    return records
+
+
 LINES_META: dict[str, Any] = {"version": 1, "score_unit": "fraction", "lower_is_better": False}
 LONGBENCH_META = LINES_META | {"breakdown": ["length_bucket"], "figures": []}
 LINES_META |= {"breakdown": ["num_lines"], "figures": []}
@@ -209,6 +223,8 @@ ERROR_META = {
     "breakdown": ["rate"],
     "figures": [_BARS | {"ylabel": "relative error"}],
 }
+FIDELITY_META = LINES_META | {"score_unit": "KL in nats", "lower_is_better": True}
+FIDELITY_META |= {"unit": "prompt", "breakdown": ["rate"], "kind": "fidelity"}
 THROUGHPUT_META = LINES_META | {"score_unit": "tokens/s", "breakdown": [], "kind": "throughput"}
 TASKS = {
     "longeval_lines": (lines_records, LINES_META),

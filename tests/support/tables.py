@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import rich.console
 
 from kvbench.report.frame import scores, totals
+from kvbench.report.render import terminal
 from kvbench.report.runs import Group, load_experiment
 from kvbench.report.table import Table
 
@@ -40,3 +42,11 @@ def data(table: Table | None) -> pd.DataFrame:
     found: Any = table.data
     assert found is not None
     return found
+
+
+def printed(*tables: Table, width: int = 80) -> list[str]:
+    """Lines of a terminal of this width."""
+    console = rich.console.Console(width=width, color_system=None)
+    with console.capture() as captured:
+        terminal(tables, console)
+    return [line.rstrip() for line in captured.get().splitlines() if line.strip(" ─")]
