@@ -27,14 +27,9 @@ from kvbench.report.frame import scores, tidy, totals
 from kvbench.report.render import csv, latex, markdown
 from kvbench.report.runs import Group, load_experiment
 from kvbench.report.table import (
-    DIFFERENCE,
-    INTERVAL,
-    LEGEND,
     MISSING,
-    TESTED,
     Column,
     Table,
-    footer,
     value_text,
 )
 from kvbench.report.tables import fidelity_table, overview_tables, tables_of
@@ -156,16 +151,6 @@ def test_the_terminal_explains_only_what_it_shows(tmp_path: Path) -> None:
     assert "†: some examples failed" in narrow, "h2o, twice"
     assert "▲" not in wide
     assert "significantly better" not in wide
-
-
-def test_a_footer_has_three_lines_at_most() -> None:
-    notes = ["one.", INTERVAL, LEGEND["best"], "two.", TESTED, LEGEND["tied"], DIFFERENCE, "one."]
-    assert footer(notes) == [
-        f"{INTERVAL} {TESTED} {DIFFERENCE}",
-        f"{LEGEND['best']} {LEGEND['tied']}",
-        "one. two.",
-    ]
-    assert footer([LEGEND["best"]]) == [LEGEND["best"]]
 
 
 def tables(group: Group) -> dict[str, Table]:

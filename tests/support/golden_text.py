@@ -14,6 +14,7 @@ import pytest
 
 from support.paths import GOLDEN
 
+TEXTS = GOLDEN / "texts"
 MOST_ARTICLES = 2
 """Examples of answers that a page's text has of each task."""
 HIDDEN = {"head", "script", "style", "svg"}
@@ -23,7 +24,7 @@ BEGINNINGS = {"h1": "# ", "h2": "## ", "li": "- ", "td": " | ", "th": " | ", "dd
 
 def assert_golden(name: str, text: str) -> None:
     """Fail with a unified diff where a text is not the one in the file of that name."""
-    path = GOLDEN / "texts" / name
+    path = TEXTS / name
     lines = [line.rstrip() for line in text.strip().splitlines()]
     if os.environ.get("KVBENCH_GOLDEN") == "write":
         path.parent.mkdir(exist_ok=True)
