@@ -32,6 +32,10 @@ LARGEST = 3.0
 """By how much a log-weight may exceed the inner method's."""
 WEIGHT_STEPS = 50
 """The steps of the weights' least squares."""
+RIDGE_OF_REPEAT = 3e-4
+RIDGE_OF_PROMPT = 0.1
+"""The ridge where none is given, by the reference queries. Hardly any of the prompt's own looks for a
+fact: they may move values less than those of a repeated prompt, each of which looks for what follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +72,18 @@ class Solved(Wrapper):
             such a pass, else ``prompt``. With a second pass and prompt queries, whoever reads these,
             they are held for all layers until it is over.
         log_weights: whether log-weights are solved for; they take a number for every entry.
-        ridge: the penalty, as a share of the spectral norm of all entries' normal matrix.
+        ridge: the penalty, as a share of the spectral norm of all entries' normal matrix; null:
+            `RIDGE_OF_REPEAT` or `RIDGE_OF_PROMPT`, by the reference queries.
         max_queries: the largest number of reference queries per KV head, evenly spread.
     """
 
-    own_version: ClassVar[int] = 2
+    own_version: ClassVar[int] = 3
     paper: ClassVar[str] = "kvbench's own; least squares as in arXiv 2602.16284"
 
     of: Text = "kvzip"
     queries: Literal["prompt", "repeat"] | None = None
     log_weights: bool = True
-    ridge: NonNegative = 3e-4
+    ridge: NonNegative | None = None
     max_queries: Count = 600
 
     @classmethod
@@ -157,6 +162,9 @@ class Solved(Wrapper):
                 "method that chooses entries"
             )
         from_prompt = self.queries == "prompt" or self.second_pass is None
+        ridge = self.ridge
+        if ridge is None:
+            ridge = RIDGE_OF_PROMPT if from_prompt else RIDGE_OF_REPEAT
         batch, heads, _, _ = kept.keys.shape
         if from_prompt:
             queries = as_after_prompt(layer, heads, self.max_queries)
@@ -189,13 +197,19 @@ class Solved(Wrapper):
                 sinks=None if sinks is None else sinks[head, order],
             )
             start = Solution(log_weights[here], values[here].float())
-            solution = self.solve(block, fitted, kept.positions[here], start, budget.sink)
+            solution = self.solve(block, fitted, kept.positions[here], start, budget.sink, ridge)
             log_weights[here] = solution.log_weights
             values[here] = solution.values.to(values.dtype)
         return replace(kept, values=values, log_weights=log_weights if self.log_weights else before)
 
     def solve(
-        self, block: Block, fitted: int, places: Tensor, start: Solution, sink: int
+        self,
+        block: Block,
+        fitted: int,
+        places: Tensor,
+        start: Solution,
+        sink: int,
+        ridge: float,
     ) -> Solution:
         """Solve for the log-weights and values of some entries of a head.
 
@@ -204,6 +218,7 @@ class Solved(Wrapper):
             places: [t], the entries.
             start: what the inner method gave them.
             sink: of so many first entries of the prompt all values but the first stay.
+            ridge: as the option, of these queries.
         """
         shares = block.mass[places].div_(block.total)
         sinks = block.sinks / block.total
@@ -220,7 +235,7 @@ class Solved(Wrapper):
                 start=first_weights,
                 least=first_weights.clamp(max=1.0),
                 most=first_weights * math.exp(LARGEST),
-                ridge=self.ridge,
+                ridge=ridge,
                 steps=WEIGHT_STEPS,
             )
         mass = shares.mul_(weights[:, None])
@@ -233,7 +248,7 @@ class Solved(Wrapper):
         change[free] = least_squares(
             columns[:, free],
             missing[:fitted] * roots,
-            penalty=self.ridge * squared_norm(columns),
+            penalty=ridge * squared_norm(columns),
         )
         errors = (missing - attention @ change).square().sum(1) * counts
         first_errors = first_errors * counts

@@ -126,6 +126,16 @@ def test_values_by_definition() -> None:
     assert_near(kept.values[0, 0], expected, 1e-3)
 
 
+@pytest.mark.parametrize(("queries", "ridge"), [("prompt", 0.1), ("repeat", 3e-4)])
+def test_the_ridge_is_that_of_the_reference_queries(queries: str, ridge: float) -> None:
+    layer = layer_of()
+    layer.carried["solved: queries 0"] = layer.queries
+    options: dict[str, Any] = {"of": "snapkv", "queries": queries}
+    default = run(build_method("solved", **options), layer, BUDGET)
+    given = run(build_method("solved", **options, ridge=ridge), layer, BUDGET)
+    assert torch.equal(default.values, given.values)
+
+
 @pytest.mark.parametrize(("name", "options"), INNER[3:7])
 def test_a_large_ridge_gives_back_what_the_inner_method_keeps(name, options) -> None:
     layer = layer_of()
@@ -177,10 +187,8 @@ def test_the_attention_sink_of_a_head_is_part_of_the_exact_output() -> None:
         return float((output - exact).square().sum())
 
     inner = run(build_method("snapkv"), layer, BUDGET)
-    kept = run(build_method("solved", of="snapkv", log_weights=False), layer, BUDGET)
-    blind = run(
-        build_method("solved", of="snapkv", log_weights=False), replace(layer, sinks=None), BUDGET
-    )
+    method = build_method("solved", of="snapkv", log_weights=False, ridge=3e-4)
+    kept, blind = (run(method, seen, BUDGET) for seen in (layer, replace(layer, sinks=None)))
     assert error(kept) < 0.9 * error(inner)
     assert error(kept) < error(blind)
 
@@ -198,9 +206,9 @@ def test_a_head_that_keeps_nothing_is_left_alone() -> None:
 def test_a_change_of_either_part_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     methods = [build_method("solved", of=of) for of in ("h2o", "subgen")]
     versions = [method.version for method in methods]
-    monkeypatch.setattr(type(methods[0]), "own_version", 3)
+    monkeypatch.setattr(type(methods[0]), "own_version", 4)
     versions += [method.version for method in methods]
-    assert versions[:2] == [101, 100 + build_method("subgen").version]
+    assert versions[:2] == [201, 200 + build_method("subgen").version]
     assert len(set(versions)) == 4
 
 
