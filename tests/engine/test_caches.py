@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.attention import step
-from support.kernel_reference import append, attention
 from support.method_layers import attend, make_layer, run
 from support.paths import GOLDEN
 from torch import Tensor
 
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.cache import Cache
-from kvbench.engine.captured import pointers_in
 from kvbench.engine.hooks import hook_of
 from kvbench.engine.kept import entries_of
 from kvbench.engine.row import Row
@@ -105,7 +103,6 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
 @pytest.mark.parametrize(
     ("name", "bits", "said"),
     [
-        ("snapkv", 3, r"snapkv\.quantize\.bits is 3; allowed: 2 or 4"),
         ("h2o", 4, "evicts while decoding; allowed: decode=grow, or entries packed one by one"),
         ("rkv", 4, "compresses again while decoding; allowed: one or the other"),
     ],
@@ -148,29 +145,22 @@ PACKED_BY = [
 
 @pytest.mark.parametrize(("scheme", "n"), PACKED_BY, ids=str)
 def test_a_step_attends_to_what_packed_numbers_stand_for(scheme, n):
-    """Rows take their steps together where nothing is packed; they attend as `Cache.step` does."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 2, n, 16)
     weights = torch.randn(1, 2, n)
     held = CompressedKV(keys, values, weights, torch.arange(n).expand(1, 2, n))
     cache = Cache(held, 3, capacity=n, scheme=scheme)
     q, k, v = torch.randn(4, 1, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
-    outputs = [step(cache.clone(), q, k, v, torch.tensor([n]), 0.25)[:, 0]]
     assert cache.steps_by_kernel == (scheme is None)
-    if scheme is None:
-        table = pointers_in([cache], [0])
-        append(table, torch.tensor([n]), k[None, :, 0], v[None, :, 0])
-        out, _ = attention(q[None, :, 0], table, torch.tensor([n + 1]), scaling=0.25)
-        outputs.append(out[0])
-    else:
+    output = step(cache, q, k, v, torch.tensor([n]), 0.25)[:, 0]
+    if scheme is not None:
         keys = unpack(pack(keys[0], scheme, by_channel=True))[None]
         values = unpack(pack(values[0], scheme, by_channel=False))[None]
     all_keys, all_values = torch.cat([keys[0], k], 1), torch.cat([values[0], v], 1)
     logits = q.view(2, 2, 16).double() @ all_keys.double().mT * 0.25
     logits[..., :n] += weights[0, :, None]
     expected = (logits.softmax(-1) @ all_values.double()).view(4, 16)
-    for output in outputs:
-        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

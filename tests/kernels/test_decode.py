@@ -1,5 +1,5 @@
-"""Attention of one new token per row, and its reference in torch, against the definition in float64; the
-table of where entries lie, and rows that it does not take."""
+"""Attention of one new token per row against the definition in float64; the table of where entries lie,
+and rows that it does not take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.interpreted import DEVICE
-from support.kernel_reference import APPEND, ATTENTION
 from support.kernels import (
     BRAIN,
     FLOAT,
     FULL_SIZE,
     HALF,
     OF_MODELS,
-    both,
     needs_triton,
     put,
     relative,
@@ -122,7 +120,7 @@ FULL_DECODE = [
 ]
 
 
-@both
+@needs_triton
 @pytest.mark.parametrize(
     ("dtype", "softcap", "weighted", "sinks"),
     [
@@ -133,39 +131,37 @@ FULL_DECODE = [
     ],
 )
 @pytest.mark.parametrize("shape", DECODE + (FULL_DECODE if FULL_SIZE else []), ids=str)
-def test_decode(shape, dtype, softcap, weighted, sinks, implementation):
+def test_decode(shape, dtype, softcap, weighted, sinks):
     drawn = draw(*shape, dtype=dtype, weighted=weighted)
     query, *entries = put_all(drawn)
     lengths, dim = shape[4], shape[2]
     scaling = dim**-0.5
-    attend, options = ATTENTION[implementation], {"scaling": scaling, "softcap": softcap}
+    options = {"scaling": scaling, "softcap": softcap}
     if sinks:
         options["sinks"] = torch.linspace(-3.0, 9.0, query[:, :, 0].numel(), device=DEVICE)
         options["sinks"] = options["sinks"].view(query.shape[:2]).to(dtype)
     table = RowPointers(*entries)
     held = counts(lengths)
-    out, mass = attend(query, table, held, return_mass=True, **options)
+    out, mass = weighted_decode_attention(query, table, held, return_mass=True, **options)
     expected = by_definition(query, *entries, lengths, scaling, softcap, options.get("sinks"))
     assert out.dtype == dtype
-    bound = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
-    # The Triton kernel computes the attention of entries in float32, whatever the dtype.
-    mass_bound = 1e-4 if implementation == "triton" or dtype == FLOAT else bound
-    assert relative(out, expected[0]) < bound
-    assert relative(mass, expected[1]) < mass_bound
-    alone, none = attend(query, table, held, **options)
+    assert relative(out, expected[0]) < {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 1e-2}[dtype]
+    assert relative(mass, expected[1]) < 1e-4, "float32, whatever the dtype"
+    alone, none = weighted_decode_attention(query, table, held, **options)
     assert none is None
     assert torch.equal(alone, out)
 
 
-@both
-def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
+@needs_triton
+def test_decode_of_hidden_heads_and_of_views_of_one_pool():
     weights = torch.zeros(2, 300, device=DEVICE)
     weights[1] = -torch.inf
     ones = torch.ones(2, 300, 16, device=DEVICE)
     query = torch.ones(2, 4, 16, device=DEVICE)
     table = RowPointers([ones, ones[:, 250:]], [ones, ones[:, :50]], [weights, None])
-    attend = ATTENTION[implementation]
-    out, mass = attend(query, table, counts([200, 50]), scaling=1.0, return_mass=True)
+    out, mass = weighted_decode_attention(
+        query, table, counts([200, 50]), scaling=1.0, return_mass=True
+    )
     expected = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(4, 1).expand(4, 16)
     torch.testing.assert_close(out[0].cpu(), expected)
     assert not mass[0, 1].any()
@@ -174,15 +170,15 @@ def test_decode_of_hidden_heads_and_of_views_of_one_pool(implementation):
     torch.testing.assert_close(out[1].cpu(), torch.ones(4, 16))
 
 
-@both
-def test_a_nan_logit_is_a_nan_answer(implementation):
+@needs_triton
+def test_a_nan_logit_is_a_nan_answer():
     """Of its row and head alone; zeros would look like an answer."""
     keys, values = torch.ones(2, 1, 300, 16, device=DEVICE)
     keys[0, 290] = torch.nan
     query = torch.ones(1, 2, 16, device=DEVICE)
     both_heads = torch.cat([keys, torch.ones_like(keys)]), torch.cat([values, values])
     table = RowPointers([both_heads[0]], [both_heads[1]])
-    out, mass = ATTENTION[implementation](
+    out, mass = weighted_decode_attention(
         query, table, counts([300]), scaling=1.0, return_mass=True
     )
     assert out[0, 0].isnan().all()
@@ -215,14 +211,13 @@ def test_arguments_of_a_kernel_are_aligned_whatever_the_number_of_heads(heads, m
     assert not any(address % 16 for address in addresses)
 
 
-@both
-def test_append(implementation):
+@needs_triton
+def test_append():
     keys = [torch.zeros(2, 3, 4, device=DEVICE), torch.zeros(2, 9, 4, device=DEVICE)]
     values = [torch.zeros(2, 3, 5, device=DEVICE), torch.zeros(2, 9, 5, device=DEVICE)]
     weights = [None, torch.full((2, 9), 7.0, device=DEVICE)]
     new_key, new_value = torch.randn(2, 2, 4, device=DEVICE), torch.randn(2, 2, 5, device=DEVICE)
     table = RowPointers(keys, values, weights)
-    append_entries = APPEND[implementation]
     append_entries(table, counts([2, 0]), new_key, new_value)
     for row, n in enumerate([2, 0]):
         assert torch.equal(keys[row][:, n], new_key[row])
@@ -230,14 +225,8 @@ def test_append(implementation):
     assert keys[1][:, 1:].abs().sum() == 0
     assert weights[1].tolist() == [[0.0] + 8 * [7.0]] * 2
     before = keys[0].clone()
-    if implementation == "torch":
-        with pytest.raises(
-            ValueError, match="row 0 has length 3 before a new entry; allowed: 0 to 2"
-        ):
-            append_entries(table, counts([3, 1]), new_key, new_value)
-    else:
-        append_entries(table, counts([3, 1]), new_key + 1, new_value)
-        assert torch.equal(keys[1][:, 1], new_key[1] + 1)
+    append_entries(table, counts([3, 1]), new_key + 1, new_value)
+    assert torch.equal(keys[1][:, 1], new_key[1] + 1)
     assert torch.equal(keys[0], before)  # a full row stays as it is
 
 

@@ -1,4 +1,4 @@
-"""evict_entries against the rule entry by entry, in plain torch and as a Triton kernel."""
+"""evict_entries against the rule, entry by entry."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.interpreted import DEVICE
-from support.kernel_reference import EVICT
-from support.kernels import both
+from support.kernels import needs_triton
 
-from kvbench.kernels.decode import Eviction, RowPointers
+from kvbench.kernels.decode import Eviction, RowPointers, evict_entries
 
 pytestmark = pytest.mark.cuda
 
@@ -67,7 +66,7 @@ def rows(weighs: bool, heads: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("heads", "piece"), [(1, 128), (2, 32)])
-@both
+@needs_triton
 @pytest.mark.parametrize(
     "rule",
     [
@@ -80,9 +79,8 @@ def rows(weighs: bool, heads: int, seed: int = 0) -> Any:
     ],
     ids=str,
 )
-def test_by_hand(rule, implementation, heads, piece, monkeypatch):
-    if implementation == "triton":
-        monkeypatch.setattr("kvbench.kernels._triton_evict.BLOCK", piece)
+def test_by_hand(rule, heads, piece, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels._triton_evict.BLOCK", piece)
     weighs = rule.leaves != "oldest"
     keys, values, weights, positions, scores = rows(weighs, heads)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
@@ -112,7 +110,7 @@ def test_by_hand(rule, implementation, heads, piece, monkeypatch):
         [entries_of(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)
     ]
     lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
-    EVICT[implementation](table, lengths, received, fed, going)
+    evict_entries(table, lengths, received, fed, going)
     for row in range(4):
         for head in range(heads):
             if row == ENDED:

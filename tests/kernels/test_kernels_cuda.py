@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernel_reference import APPEND, ATTENTION
+from support import kernel_reference
 from support.kernels import needs_triton
 from support.pretended import counted, needs_cuda, needs_pretend
 
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
-from kvbench.kernels.decode import RowPointers
+from kvbench.kernels.decode import RowPointers, append_entries, weighted_decode_attention
 from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
@@ -35,9 +35,11 @@ def decoded(device: torch.device, implementation: str = "triton") -> Any:
     keys, values = randn(2, 9, 16).to(device), randn(2, 9, 16, seed=1).to(device)
     table, lengths = RowPointers([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
     new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
-    APPEND[implementation](table, lengths, new, new)
+    append, attend = append_entries, weighted_decode_attention
+    if implementation == "torch":
+        append, attend = kernel_reference.append, kernel_reference.attention
+    append(table, lengths, new, new)
     lengths = lengths + 1
-    attend = ATTENTION[implementation]
     out, mass = attend(query, table, lengths, scaling=0.25, return_mass=True)
     return torch.cat([part.flatten() for part in (out, mass, keys)])
 

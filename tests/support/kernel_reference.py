@@ -1,7 +1,7 @@
-"""What the kernels of a decode step are tested with: the same in torch, over the same addresses.
+"""The kernels of a decode step in torch, over the same addresses.
 
 `reference_kernels` puts it in the kernels' place, so that a batch as the kernels see it runs on a CPU in
-a test's time; `support.interpreted` runs the kernels themselves.
+a test's time, and answers as the caches do; `support.interpreted` runs the kernels themselves.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import captured
-from kvbench.kernels.decode import (
-    RowPointers,
-    append_entries,
-    evict_entries,
-    weighted_decode_attention,
-)
+from kvbench.kernels.decode import RowPointers
 from kvbench.kernels.logits import products, softcapped, softmax
 
 
@@ -40,11 +35,7 @@ def attention(
         query.new_zeros(rows, kv_heads, table.longest, dtype=torch.float32) if return_mass else None
     )
     for row, n in enumerate(counts):
-        weight, reserved = table.log_weights[row], table.keys[row].shape[1]
-        if not 0 <= n <= reserved:
-            raise ValueError(f"row {row} has length {n}; allowed: 0 to {reserved}")
-        if n == 0:
-            continue
+        weight = table.log_weights[row]
         key, value = table.keys[row][:, :n], table.values[row][:, :n]
         logits = products(grouped[row], key)
         logits = softcapped(logits.mul_(scaling), softcap)
@@ -64,11 +55,6 @@ def append(table: RowPointers, lengths: Tensor, key: Tensor, value: Tensor) -> N
     """`append_entries`."""
     counts = lengths.tolist()
     for row, n in enumerate(counts):
-        room = table.keys[row].shape[1]
-        if not 0 <= n < room:
-            raise ValueError(
-                f"row {row} has length {n} before a new entry; allowed: 0 to {room - 1}"
-            )
         table.keys[row][:, n] = key[row]
         table.values[row][:, n] = value[row]
         weight = table.log_weights[row]
@@ -115,12 +101,6 @@ def _evict(
     for part in (table.keys[row], table.values[row]):
         leaving_entry = leaving[..., None].expand(-1, -1, part.shape[2])
         part.scatter_(1, leaving_entry, part[:, new, None].clone())
-
-
-ATTENTION = {"torch": attention, "triton": weighted_decode_attention}
-APPEND = {"torch": append, "triton": append_entries}
-EVICT = {"torch": evict, "triton": evict_entries}
-"""By the names that `support.kernels.both` gives them."""
 
 
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
