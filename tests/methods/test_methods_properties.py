@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.method_layers import LAYERS, attend, make_layer, rotary, run, walk_by_definition
+from support.method_layers import LAYERS, attend, make_layer, rotary, run
 from support.variants import OTHERS, VARIANTS, label
 from torch import Tensor
 
+from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import available_methods, build_method
 from kvbench.methods._select import top_positions
@@ -419,6 +420,7 @@ def halved(
 )
 @settings(max_examples=30, deadline=None)
 def test_balancekv_select_is_the_definition(selection, n, b, halvings, gamma, seed):
+    """Each block's walk alone, which tests/kernels compares with its definition."""
     halvings = halvings if selection == "cut" else 1  # then heads differ in what is left
     layer = make_layer(n, kv_heads=2, dim=6, seed=seed, scale=0.8)
     keys, values = layer.keys.double(), layer.values.double()
@@ -435,9 +437,9 @@ def test_balancekv_select_is_the_definition(selection, n, b, halvings, gamma, se
             for block in range(math.ceil(len(order) / b)):
                 rows = order[block * b : (block + 1) * b]
                 w = torch.tensor(weight[block * b : (block + 1) * b], dtype=torch.float64)
-                v = values[0, head, rows] * w[:, None]
-                chosen = keys[0, head, rows], v, draws[0, head, block]
-                signs += walk_by_definition(*chosen, gamma=gamma, offset=0.025).tolist()
+                k, v = keys[0, head, rows], values[0, head, rows] * w[:, None]
+                places, u = torch.arange(len(rows))[None], draws[0, head, block, None, : len(rows)]
+                signs += balanced_walk(k, v, places, u, gamma=gamma, offset=0.025)[0].tolist()
             kept, weight = halved(signs, weight, selection, b)
             order = [order[place] for place in kept]
         real = positions[0, head] >= 0

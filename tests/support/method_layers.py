@@ -1,11 +1,9 @@
-"""Layers, budgets, the engine's rule, and the balanced walk by its definition, for tests."""
+"""Layers, budgets, the engine's rule, and attention over what is kept, for tests."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,38 +79,3 @@ def attend(query: Tensor, kept: CompressedKV, scaling: float) -> Tensor:
     mean = (weights @ values) / below[..., None]
     mean[below <= 1e-20] = 0.0
     return mean if ends is None else mean.clamp(*ends)
-
-
-def walk_by_definition(
-    keys: Tensor,
-    values: Tensor | None,
-    uniforms: Tensor,
-    *,
-    gamma: float,
-    offset: float,
-    temperature: float = 1.0,
-    beta: float = 0.0,
-    centre: str = "mean",
-    padded: int = 0,
-) -> np.ndarray:
-    """Signs of one block of the balanced walk, as booleans, one by one in float64.
-
-    Each row's sum is scaled by its own largest term, so that no exponential overflows.
-    """
-    k = keys.double().numpy()
-    n, d = k.shape
-    if centre != "none":
-        k = k - k.sum(0) / (n + padded if centre == "released" else n)
-    signs = [1.0]
-    for i in range(1, n):
-        exponents = [temperature * float(k[i] @ k[j]) / math.sqrt(d) - beta for j in range(i)]
-        top = max(max(exponents), 0.0)
-        inner = 0.0
-        for j in range(i):
-            factor = 1.0
-            if values is not None:
-                factor = float(values[i].double() @ values[j].double()) + offset
-            inner += math.exp(exponents[j] - top) * factor * signs[j]
-        room = (0.5 - float(uniforms[i])) * math.exp(-top)
-        signs.append(1.0 if room > gamma * inner else -1.0)
-    return np.array(signs) > 0
