@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,33 +68,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def attention_sums(layer: LayerKV, queries: Any) -> np.ndarray:
-    """Column sums of causal attention of the query positions given, [heads, n], in float64."""
-    q, k = layer.queries[0].double().numpy(), layer.keys[0].double().numpy()
-    sums = np.zeros((len(q), layer.n))
-    for head in range(len(q)):
-        for i in queries:
-            logits = k[head // 2, : i + 1] @ q[head, i] * layer.scaling
-            sums[head, : i + 1] += softmax(logits)
-    return sums
-
-
-def choice_by_definition(
-    method: str, layer: LayerKV, shown: Any, exact: int, capacity: int
-) -> list[list[int]]:
-    """Positions that H2O, SnapKV (kernel_size=1) or StreamingLLM keep for each KV head."""
-    n = layer.n
-    recent = {"h2o": capacity - capacity // 2, "snapkv": exact, "streaming_llm": capacity - exact}
-    window = list(range(n - recent[method], n))
-    if method == "streaming_llm":
-        return [[*range(exact), *window]] * 2
-    observed = range(shown) if method == "h2o" else range(shown - exact, shown)
-    sums = attention_sums(layer, observed).reshape(2, 2, n).mean(1)
-    best = [np.argsort(-s[: window[0]])[: capacity - len(window)] for s in sums]
-    return [[*sorted(b.tolist()), *window] for b in best]
-
-
-def errors_by_definition(layer: LayerKV, kept: CompressedKV, exact: int) -> dict[str, float]:
+def errors_by_definition(layer: LayerKV, kept: list[list[int]], exact: int) -> dict[str, float]:
     """The three relative errors of the last `exact` queries, by loops over heads and queries."""
     q, k, v = (x[0].double().numpy() for x in (layer.queries, layer.keys, layer.values))
     per_query, released = [], []
@@ -119,30 +93,31 @@ def errors_by_definition(layer: LayerKV, kept: CompressedKV, exact: int) -> dict
 
 @pytest.mark.parametrize("held_out", [True, False])
 def test_layer_error_by_definition(tmp_path, held_out):
-    """Choices and errors from the definitions alone: from the queries before the measured ones, or,
-    where asked for, from all of them, which gives other numbers."""
+    """Errors from the definition, of what methods choose by the queries before the measured ones, or,
+    where asked for, by all of them, which gives other numbers."""
     exact, n = 32, SYNTHETIC.n
-    names = {"h2o": {}, "snapkv": {"kernel_size": 1}, "streaming_llm": {}}
-    methods = {name: build_method(name, **options) for name, options in names.items()}
+    methods = {name: build_method(name) for name in ("h2o", "snapkv", "streaming_llm")}
     probe = LayerError(
         synthetic=SYNTHETIC, rates=(0.25,), layers=(2,), seeds=1, exact=exact, held_out=held_out
     )
     rows = records_of(run_job(probe_job(tmp_path, probe, methods)))
-    layer = SYNTHETIC.layer(1, 2)
-    capacity = 2 * exact + round(0.25 * (n - 2 * exact))
-    shown = n - exact if held_out else n
-    for name in names:
-        kept = choice_by_definition(name, layer, shown, exact, capacity)
-        expected = errors_by_definition(layer, kept, exact)
-        row = rows[name][0]
+    layer, budget = SYNTHETIC.layer(1, 2), Budget(rate=0.25, sink=exact, window=exact)
+
+    def errors(name: str, withheld: int) -> dict[str, float]:
+        queries = layer.queries[:, :, : n - withheld]
+        shown = replace(layer, queries=queries, withheld=withheld, shared={})
+        kept = methods[name].compress(shown, budget, torch.Generator()).positions[0].tolist()
+        return errors_by_definition(layer, kept, exact)
+
+    for name in methods:
+        expected, row = errors(name, exact if held_out else 0), rows[name][0]
         assert row["score"] == row["relative_error"]
         assert row["relative_error"] == pytest.approx(expected["per_query"], rel=1e-6)
         assert row["pooled_error"] == pytest.approx(expected["pooled"], rel=1e-6)
         assert row["released_error"] == pytest.approx(expected["released"], rel=1e-6)
         assert 1.3 < expected["released"] / expected["per_query"] < 2, "the clamp's factor"
         if name != "streaming_llm":
-            other = choice_by_definition(name, layer, n if held_out else n - exact, exact, capacity)
-            leaked = errors_by_definition(layer, other, exact)
+            leaked = errors(name, 0 if held_out else exact)
             assert abs(leaked["per_query"] / expected["per_query"] - 1) > 1e-3
 
 
