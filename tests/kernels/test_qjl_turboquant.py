@@ -208,19 +208,6 @@ def test_the_bias_of_orthogonal_sketches_is_divided_out_only_with_unbias(orthogo
     assert block.bias == pytest.approx(bias, rel=1e-12)
 
 
-@pytest.mark.parametrize("codebook", ["normal", "beta"])
-@pytest.mark.parametrize("bits", [0, 1, 3])
-def test_centroids_are_the_means_of_their_ranges(codebook, bits):
-    """With no bits there is one, the mean of all."""
-    draws = torch.randn(200_000, 16, generator=torch.Generator().manual_seed(0))
-    x = draws[:, 0] / (4 if codebook == "normal" else draws.norm(dim=1))
-    centroids = torch.from_numpy(lloyd_max(16, bits, codebook))
-    assert len(centroids) == 2**bits
-    nearest = (x[:, None] - centroids).abs().argmin(1)
-    means = [float(x[nearest == i].mean()) for i in range(2**bits)]
-    assert means == pytest.approx(centroids.tolist(), abs=4e-3)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 def test_bits(bits):
     codes = torch.randint(0, 2**bits, (3, 21), dtype=torch.uint8)
