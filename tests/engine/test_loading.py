@@ -110,6 +110,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (tokenizer("asset:nothing"), "does not ship with this package; allowed: asset:recall_mini"),
     (tokenizer("./nowhere"), "has no config.json; allowed: a folder with a model"),
     (tokenizer(RECALL.path, chat_template="always"), r"'always' and the tokenizer .* has none"),
+    (tokenizer(RECALL.path, enable_thinking=True), r"enable_thinking is True and .* allowed: null"),
     (spec(chat_template="yes"), "allowed: auto, always, never"),
     (spec(quantization="bnb3"), "allowed: 'bnb4', 'bnb8' or 'gguf'"),
     (spec(gguf_file="x.gguf"), "allowed: model.quantization=gguf"),
@@ -232,11 +233,6 @@ def test_a_thought_is_found_in_the_chat_template(
     assert encoder.thought == thought
     _, (ids,) = encode_shared(encoder, "", [("What?", "Answer:")])
     assert encoder.decode(ids).endswith("Answer:") == (thought is None or bool(thought.start))
-
-
-def test_thinking_that_the_template_does_not_know_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"enable_thinking is True and .* allowed: null"):
-        prompt_encoder(with_template(), spec("x", enable_thinking=True)())
 
 
 def test_an_end_of_thought_that_is_a_special_token_is_decoded() -> None:
