@@ -27,9 +27,8 @@ from kvbench.kernels.rotation import rotate
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
-from kvbench.methods.base import Method, TokenScoringMethod
+from kvbench.methods.base import Method, Schedule, TokenScoringMethod
 from kvbench.methods.expected_attention import mean_rotation, plain_queries
-from kvbench.methods.rkv import redundancy
 
 
 @pytest.fixture
@@ -120,21 +119,6 @@ def test_pages_by_definition():
         assert kept.positions.shape[2] <= case["capacity"]
 
 
-def test_queries_are_turned_back_whatever_the_length_of_the_rotation():
-    """YaRN's tables are longer than 1: plain queries that are rotated are the queries again."""
-    layer, table = make_layer(20, dim=8), rotary(8)
-    half = replace(layer, queries=layer.queries.half(), rotary=table)
-    assert plain_queries(half).dtype == torch.float32
-    for length in (1.0, 1.3):
-
-        def longer(at: Tensor, length: float = length) -> tuple[Tensor, Tensor]:
-            cos, sin = table(at)
-            return length * cos, length * sin
-
-        plain = plain_queries(replace(layer, rotary=longer))
-        torch.testing.assert_close(rotated(plain, longer), layer.queries)
-
-
 @pytest.mark.parametrize(
     ("heads", "n", "kept", "safe"), [(2, 7, 3, 0), (3, 90, 40, 11), (1, 5, 5, 2), (2, 400, 130, 30)]
 )
@@ -183,22 +167,6 @@ def test_heads_share_the_budget_by_their_scores():
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByNorm(TokenScoringMethod):
-    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        return layer.keys.float().norm(dim=-1)
-
-
-def test_scores_alone_are_a_method():
-    layer, budget = make_layer(40), Budget(rate=0.25, sink=3, window=5)
-    kept = run(ByNorm(), layer, budget)
-    for head, positions in enumerate(kept.positions[0].tolist()):
-        norms = layer.keys[0, head].norm(dim=-1).tolist()
-        middle = sorted(range(3, 35), key=lambda i: -norms[i])[:8]
-        assert positions == [0, 1, 2, *sorted(middle), *range(35, 40)]
-    assert torch.equal(kept.keys[0, 0], layer.keys[0, 0, kept.positions[0, 0]])
-
-
-@dataclass(frozen=True, kw_only=True)
 class ByQueryHead(TokenScoringMethod):
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
         return layer.attention_mass()
@@ -225,19 +193,6 @@ def test_scores_of_another_shape_are_refused_with_the_right_one(method: Any, mes
     layer = make_layer(40, kv_heads=2, group=2)
     with pytest.raises(KVError, match=message):
         run(method, layer, Budget(rate=0.25, sink=3, window=5))
-
-
-def test_repeated_keys_lose_their_older_copies_first():
-    layer = make_layer(200, kv_heads=2, dim=256, seed=4)
-    keys = torch.eye(256)[:200].expand(1, 2, 200, 256).clone()  # like no other but for copies
-    keys[:, :, 80:120] = keys[:, :, 140:180] = keys[:, :, 20:60]
-    layer = replace(layer, keys=keys)
-    kept = run(build_method("rkv", mix=0.0), layer, Budget(size=120, sink=0, window=8))
-    lost = [set(range(200)) - set(row.tolist()) for row in kept.positions[0]]
-    for head in lost:
-        assert head == {*range(20, 60), *range(80, 120)}
-    even = redundancy(torch.ones(1, 2, 50, 8), "last")
-    assert even[0, :, 1:-1].std() < 1e-3
 
 
 _MIXED = {
@@ -291,7 +246,7 @@ channels are rotated; None where they are not those of two halves at the beginni
     ("config", "made_by", "width"), ROTATIONS, ids=[config.model_type for config, _, _ in ROTATIONS]
 )
 def test_queries_before_encoding_are_what_the_model_projected(config, made_by, width) -> None:
-    """The layer's rotation, and its inverse, on real models."""
+    """The layer's rotation, and its inverse, on real models; LongRoPE's tables are longer than 1."""
     register()
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(config).eval()
@@ -311,6 +266,7 @@ def test_queries_before_encoding_are_what_the_model_projected(config, made_by, w
         return
     mean_rotation(layer, 40, 60)  # of later positions, which change nothing either
     plain = plain_queries(layer)
+    assert plain_queries(replace(layer, queries=layer.queries.half())).dtype == torch.float32
     expected = projected[-1]
     if expected.dim() == 3:
         expected = expected.view(1, 40, -1, plain.shape[-1])
@@ -372,11 +328,20 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     row.audit()
 
 
-def test_a_number_that_no_budget_grants_is_refused_before_decoding():
+def test_a_share_is_of_all_tokens_and_at_least_one_more_than_sink_and_window():
+    shares, budget = Schedule(every=1, to=0.1, queries=1), Budget(rate=0.5, sink=3, window=5)
+    assert shares.entries_to_keep(budget, 200, 50, 100) == 25
+    assert shares.entries_to_keep(budget, 20, 5, 100) == 3 + 5 + 1
+    assert shares.entries_to_keep(budget, 20, 5, 9) is None, "no more than that is held"
+
+
+def test_what_cannot_be_compressed_again_is_refused_before_decoding():
     method, layer = build_method("rkv", to=8), make_layer(300, kv_heads=2, num_layers=1)
     row = Row("rkv", method, SIZED, 0, "x", room=0)
     with pytest.raises(KVError, match=r"budget\.size is 8; allowed: more than"):
         row._hold(0, run(method, layer, SIZED), 50, None, layer)
+    with pytest.raises(KVError, match="with options that have the prompt repeated"):
+        build_method("recompress", of="attention_matching", options={"queries": "repeat"})
     assert build_method("rkv", every=None).schedule is None
     assert build_method("rkv", every=16).schedule.every == 16
 

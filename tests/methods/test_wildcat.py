@@ -125,29 +125,6 @@ def factored(keys: Tensor, steps: int, seed: int = 0) -> Any:
     return pivoted_cholesky(Gaussian(keys), uniforms, None, None)
 
 
-def test_weights_interpolate_and_the_residual_falls():
-    keys = torch.randn(5, 30, 6, generator=torch.Generator().manual_seed(1)) / 2
-    pivots, factor, found = factored(keys, 8)
-    assert found.all()
-    assert all(len(set(row.tolist())) == 8 for row in pivots)
-    weights = nystroem(pivots, factor, found)
-    at = pivots[:, None].expand(-1, 8, -1)
-    torch.testing.assert_close(
-        weights.gather(2, at), torch.eye(8).expand(5, 8, 8), rtol=0, atol=1e-4
-    )
-    left = 1 - factor.double().square().cumsum(1)
-    assert (left.diff(dim=1) <= 0).all()
-    # What the coreset leaves of exp(h_j) is rho_j exp(h_j), never negative.
-    k = keys.double()
-    h = k.square().sum(-1)
-    exact = (k @ k.mT).exp()
-    w = weights.double() * ((h[:, None] - h.gather(1, pivots)[..., None]) / 2).exp()
-    through = (w * exact.gather(1, pivots[..., None].expand(-1, -1, 30))).sum(1)
-    torch.testing.assert_close(
-        h.exp() - through, left[:, -1].clamp(min=0) * h.exp(), atol=1e-4, rtol=1e-3
-    )
-
-
 def test_first_pivot_is_drawn_in_proportion_to_the_kernel():
     keys = torch.randn(1, 12, 4, generator=torch.Generator().manual_seed(4)) / 2
     pivots, _, _ = factored(keys.repeat(8000, 1, 1), 1, seed=5)
