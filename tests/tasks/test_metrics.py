@@ -72,25 +72,6 @@ def test_without_lm_eval_a_metric_that_needs_it_is_refused(monkeypatch: Any) -> 
     assert all(message.endswith(command) for message in refused.values())
 
 
-@pytest.mark.parametrize(
-    ("prediction", "answers", "score"),
-    [
-        (r"\boxed{1,000}", ["1000.0"], 1.0),  # a number alone
-        (r"\boxed{\frac12}", [r"\frac{1}{2}"], 1.0),  # a text alone
-        (r"\boxed{x}", ["y"], 0.0),
-        (r"\boxed{3}", ["4"], 0.0),
-        (r"\boxed{3}", ["y", "3"], 1.0),
-        (r"\boxed{x}", ["3"], 0.0),
-        ("3", ["3"], 0.0),  # no box
-    ],
-)
-def test_a_box_holds_the_same_number_or_the_same_text(
-    prediction: str, answers: list[str], score: float
-) -> None:
-    scores = METRICS["boxed"](prediction, Key(tuple(answers)))
-    assert scores == {"score": score, "null": float("boxed" not in prediction)}
-
-
 OWN = """
 THREE = 3
 class Judge: ...
