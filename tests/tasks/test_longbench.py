@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -50,15 +49,6 @@ def test_braces_of_the_texts_stay() -> None:
 
 
 # rows
-
-
-def test_the_published_data_have_the_format(shared_file: Callable[[str], Path]) -> None:
-    file = shared_file("data/longbench/multi_news.jsonl")
-    raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
-    rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
-    assert len(rows) == len(raw) == 200
-    for row in rows:
-        assert all(row[key] == raw[row["_id"]][key] for key in ("context", "answers", "length"))
 
 
 def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
