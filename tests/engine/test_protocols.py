@@ -15,7 +15,7 @@ from support.command import job_of
 from support.forward import reference
 from support.generation import Letters, tiny_model
 from support.jobs import Echo, make_job, records_of
-from support.paths import write_lines
+from support.paths import ROOT
 from support.tiny import CHANGE, model_with_table, on_kvbench, prompt_ids
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from kvbench.tasks.base import Example
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
 TEXT = "the quick brown fox jumps over the lazy dog " * 2
-PROTOCOLS = ("all_but_last", "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +256,15 @@ OFFLINE: dict[str, tuple[str, ...]] = {
     "longeval_lines_context": ("task.num_lines=[6]",),
     "needle_questions": ("task.lengths=[300]",),
     "ruler": ("task.lengths=[600]", "task.tasks=[niah_single_1]"),
+    "jsonl": (
+        f"task.files=[{ROOT}/tests/data/benchmarks/gsm8k.jsonl]",
+        "task.fields.context=question",
+        "task.fields.answers=answer",
+        "task.max_new_tokens=2",
+    ),
 }
-"""A prompt of one part, a context, several questions about one, and a prompt that opens the answer."""
+"""A prompt of one part, a context, several questions about one, a prompt that opens the answer, rows of
+one's own."""
 ENDS = ("budget.sink=2", "budget.window=2")
 
 
@@ -268,7 +274,7 @@ def test_the_first_token_of_a_task_comes_from_the_compressed_cache(
 ) -> None:
     words = ("model=recall_mini", "method=[exact,uniform]", "logger=none", "limit=1", *ENDS)
     where = f"results_dir={tmp_path}"
-    made = job_of(f"task={task}", *words, where, *OFFLINE[task])
+    made = job_of(f"task={task}", f"task_label={task}", *words, where, *OFFLINE[task])
     noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
     result = run_job(replace(made, methods=noisy))
     assert result.failed == 0
@@ -277,33 +283,3 @@ def test_the_first_token_of_a_task_comes_from_the_compressed_cache(
         for label in (label for label in seen if label.startswith("uniform")):
             exact = next(own for other, own in seen.items() if other.startswith("exact"))
             assert nats(exact, seen[label]) > 1
-
-
-def test_a_method_whose_values_are_noise_answers_own_rows_by_chance(
-    tmp_path: Path, first_logits: list[dict[str, Tensor]]
-) -> None:
-    """What exact answers is asked for: under the papers' protocol noise knows it, under the default it
-    does not."""
-    asked = [("The price is 4 coins.", "4"), ("Ann has 7 geese.", "7"), ("Room 2 is free.", "2")]
-    rows = [
-        {"context": f"{text} " * 12, "question": "Which number? ", "answers": [answer]}
-        for text, answer in asked
-    ]
-    file = tmp_path / "own.jsonl"
-    write_lines(file, rows)
-    same: dict[str, int] = {}
-    for protocol in PROTOCOLS:
-        first_logits.clear()
-        words = ["model=recall_mini", "method=[exact,uniform]", "logger=none", *ENDS]
-        words += [f"task.files=[{file}]", "task.max_new_tokens=2", f"compress_after={protocol}"]
-        made = job_of("task=jsonl", "task_label=own", *words, f"results_dir={tmp_path}")
-        noisy = {**made.methods, "uniform": (Noise(), made.methods["uniform"][1])}
-        records = records_of(run_job(replace(made, methods=noisy)))
-        assert sum(len(found) for found in records.values()) == 6
-        chosen: dict[str, list[int]] = {"exact": [], "uniform": []}
-        for seen in first_logits:
-            for label, logits in seen.items():
-                chosen[label.partition("@")[0]].append(int(logits.argmax()))
-        same[protocol] = sum(a == b for a, b in zip(*chosen.values(), strict=True))
-    assert same["prompt"] == 3
-    assert same["all_but_last"] < 2
