@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
-from support.asking import generate_one
 from support.encoders import tokenizer
 from support.golden import arrays_of, cases_of
 from support.jobs import Letters
@@ -22,7 +21,6 @@ from support.tiny import GROUPED, prompt_ids, tiny_model
 from torch import Tensor
 
 from kvbench import compress, kept, load_model
-from kvbench.engine.answer import Stopping
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.kept import entries_of, frame_of
 from kvbench.engine.live_cache import UnsupportedGeneration
@@ -213,30 +211,6 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
         (cache,) = row.caches[layer]
         held = cache.positions[:, : cache.length]
         assert torch.equal(held[:, BUDGET.sink : -BUDGET.window], expected)
-
-
-def test_repeated_passes_change_no_other_method_and_are_shared():
-    """Exact tokens and bytes with and without; two variants pay for one pass, each with its seconds."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    ids = prompt_ids(130)
-    alone = {"exact": (build_method("exact"), BUDGET), "snapkv": (build_method("snapkv"), BUDGET)}
-    both = {
-        **alone,
-        "pair": (build_method("kvzip", chunk=50), BUDGET),
-        "uniform": (build_method("kvzip", chunk=50, level="uniform"), BUDGET),
-    }
-    how = {"seed": 0, "example_id": "x", "compress_after": "context", "encoder": WORDS}
-    runs = [
-        generate_one(model, ids[:-8], ids[-8:], one, Stopping(6), **how) for one in (alone, both)
-    ]
-    for label in alone:
-        assert runs[0][label].tokens == runs[1][label].tokens
-        assert runs[0][label].cost.cache_bytes == runs[1][label].cost.cache_bytes
-    for label in ("pair", "uniform"):
-        assert runs[1][label].failure is None, runs[1][label].failure
-        assert len(runs[1][label].tokens) == 6
-        assert runs[1][label].cost.entries["mean"] <= BUDGET.capacity(122)
 
 
 @pytest.mark.parametrize("quantize", [None, {"bits": 4, "group_size": 8}])
@@ -458,11 +432,8 @@ def test_gradients_in_16_bits_are_near_those_of_32_and_may_overflow():
 
 
 def test_kvgrad_is_kvzip_by_another_name_and_refuses_what_it_cannot_read():
-    ids = prompt_ids(120)
-    _, row, *_ = read(build_method("kvgrad"), ids)
-    _, same, *_ = read(build_method("kvzip", score="gradient", chunk=512), ids)
-    for layer in row.caches:
-        assert torch.equal(row.held_entries(layer), same.held_entries(layer))
+    ids, same = prompt_ids(120), build_method("kvzip", score="gradient", chunk=512)
+    assert vars(build_method("kvgrad")) == vars(same)
     assert build_method("kvzip_plus") == build_method("kvzip", score="plus")
     model = tiny_model("llama")
     packed = model.model.layers[1].self_attn.o_proj
