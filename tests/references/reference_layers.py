@@ -72,10 +72,6 @@ def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
     return tuple(captured[index] for index in range(count))
 
 
-def all_shipped_layers() -> list[LayerKV]:
-    return [layer for prompt in range(len(shipped_prompts())) for layer in shipped_layers(prompt)]
-
-
 def random_layers(shape: tuple[int, int, int, int, int], **options: float) -> list[LayerKV]:
     return [random_layer(shape, seed, **options) for seed in SEEDS]  # type: ignore[arg-type]
 
@@ -101,13 +97,6 @@ def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> Compr
 def queries_of(layer: LayerKV) -> Tensor:
     assert layer.queries is not None
     return layer.queries
-
-
-def eager_weights(layer: LayerKV) -> Tensor:
-    keys = layer.keys.repeat_interleave(layer.group, 1)
-    logits = queries_of(layer) @ keys.mT * layer.scaling
-    future = torch.ones(layer.n, layer.n, dtype=torch.bool).triu(1)
-    return logits.masked_fill(future, float("-inf")).softmax(-1)
 
 
 @dataclass

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from reference_layers import (
     BUDGETS,
-    SHAPES,
-    all_shipped_layers,
     assert_same_entries,
     assert_same_positions,
-    eager_weights,
     kept,
     queries_of,
     random_layer,
-    random_layers,
     shipped_layers,
     shipped_prompts,
     tally,  # noqa: F401 - a fixture
 )
-from scipy import stats
 from support.asking import generate_one
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
@@ -59,17 +53,11 @@ RUNS: dict[str, dict[str, Any]] = {
 WHOLE_CHUNKS = {"ChunkKVPress", "ChunkPress"}
 """Presses that keep whole chunks, or a whole number in each chunk: at most the capacity."""
 
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_budget = pytest.mark.parametrize("budget", BUDGETS, ids=str)
 
 
 def press_method(press: str, /, **options: Any) -> Method:
     return build_method("kvpress", press=press, options=options)
-
-
-def all_layers(shape: tuple[int, int, int, int, int]) -> list[LayerKV]:
-    """Random layers of a shape; for the last shape the shipped model's layers as well."""
-    return random_layers(shape) + (all_shipped_layers() if shape == SHAPES[-1] else [])
 
 
 # --- every press of the package's list --------------------------------------------------------------
@@ -230,46 +218,6 @@ def test_pyramidkv_selects_alike_given_the_same_count(budget: Any, num_layers: A
     assert abs(sum(counts) - num_layers * capacity) <= num_layers / 2
     mine = PyramidKV().layer_capacities(budget, n, num_layers)
     assert sum(mine) == num_layers * capacity
-
-
-@each_shape
-def test_observed_attention_is_our_attention_mass_divided_by_the_queries_that_see_a_key(
-    shape: Any,
-) -> None:
-    """Ours is the sum (H2O, Algorithm 1), the package's the mean over the queries that can see the
-    key. On the package's side: its own class on eager attention weights, without the adapter."""
-    for layer in all_layers(shape):
-        kv_heads, heads = layer.keys.shape[1], queries_of(layer).shape[1]
-        config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
-        module = SimpleNamespace(config=config, head_dim=layer.keys.shape[-1])
-        press = kvpress.ObservedAttentionPress(compression_ratio=0.5)
-        scores = press.score(module, None, layer.keys, layer.values, eager_weights(layer), {})
-        ours = group_mean(layer.attention_mass(), kv_heads)
-        seen = torch.arange(layer.n, 0, -1)
-        torch.testing.assert_close(scores * seen, ours, rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["uniform", "kvpress"])
-def test_random_eviction_is_uniform_in_both(name: Any) -> None:
-    """Exactly `capacity` entries, every position equally often, heads drawn independently. With
-    neither sink nor window and without weights, ours and RandomPress draw from one distribution."""
-    options = {"weighted": False} if name == "uniform" else {"press": "RandomPress"}
-    method = build_method(name, **options)
-    budget, n, seeds, heads = Budget(rate=0.25, sink=0, window=0), 120, 600, 3
-    layer = random_layer((1, heads, 1, n, 4), 0)
-    count, both = torch.zeros(n), 0
-    capacity = budget.capacity(n)
-    for seed in range(seeds):
-        positions = kept(method, layer, budget, seed).positions[0]
-        assert positions.shape == (heads, capacity)
-        count += torch.bincount(positions.flatten(), minlength=n)
-        both += len(set(positions[0].tolist()) & set(positions[1].tolist()))
-    draws, share = seeds * heads, capacity / n
-    # Drawing without replacement: the counts' variance is draws * share * (1 - share), their sum fixed.
-    statistic = ((count - draws * share) ** 2).sum() / (draws * share * (1 - share)) * (n - 1) / n
-    assert 1e-3 < stats.chi2.sf(float(statistic), n - 1) < 1 - 1e-3
-    spread = (seeds * capacity * share * (1 - share) ** 2) ** 0.5
-    assert abs(both - seeds * capacity * share) < 4 * spread
 
 
 # --- the shipped model, the package run as its users run it -----------------------------------------
