@@ -115,7 +115,7 @@ def test_gpu_check_of_decoding(tmp_path):
 
 @needs_tool
 def test_gpu_check_of_tests_and_the_second_gpu(tmp_path):
-    tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
+    tests = "-p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py -k draws"
     sections = called(tmp_path, "second,tests", "--pytest", tests)
     assert sections["second"]["captured steps"]["measured"] >= 1
     assert "all of it" not in sections["second"]["left_out"], "two GPUs"

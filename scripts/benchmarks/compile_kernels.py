@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, exactly as they would be launched.
 
     python scripts/benchmarks/compile_kernels.py 80 90         # each kernel at head dimension 80
-    python scripts/benchmarks/compile_kernels.py 90 --every    # at every head dimension and dtype
+    python scripts/benchmarks/compile_kernels.py 90 --every    # at every head dimension, in every dtype
 
 It prints a line of JSON per launch: the kernels with the shared memory that they ask for, or the error.
 The launchers run on tensors without storage under a driver that only names the target, so
@@ -36,8 +36,11 @@ from kvbench.kernels import (
 from kvbench.kernels.decode import COLUMNS
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
-DIMS = (64, 80, 96, 128, 256)
-"""Head dimensions of the models that kvbench's papers and tasks name; 80: OPT-2.7B, Phi-2; 96: Phi-3."""
+DTYPES = {64: (BRAIN,), 80: (BRAIN, FULL), 96: (BRAIN,), 128: (BRAIN, HALF), 256: (BRAIN, FULL)}
+"""By head dimension of the models that kvbench's papers and tasks name (80: OPT-2.7B, Phi-2; 96: Phi-3),
+the dtypes that kernels are compiled in: what models are run in at each; float32, whose tiles are the
+largest, at the largest and at one that is no power of two; float16, which differs from bfloat16 in
+conversions alone, at one."""
 Launch = Callable[[], object]
 
 
@@ -203,9 +206,9 @@ OF_DIM: dict[str, Callable[[int, torch.dtype], object]] = {
 
 def launches(every: bool) -> Iterator[tuple[str, Launch]]:
     """Each kernel at head dimension 80 (no power of two, which only masks tell) in bfloat16, or at every
-    one in every dtype; and the widest group of query heads."""
-    for dim in DIMS if every else (80,):
-        for dtype in (BRAIN, HALF, FULL) if every else (BRAIN,):
+    one of `DTYPES`; and the widest group of query heads."""
+    for dim, dtypes in DTYPES.items() if every else ((80, (BRAIN,)),):
+        for dtype in dtypes:
             for name, launch in OF_DIM.items():
                 yield f"{name} {dtype} d={dim}", partial(launch, dim, dtype)
         yield f"first come d={dim}", partial(first_come, dim)  # float32 copies of the points
@@ -251,7 +254,9 @@ def outcome(launch: Launch) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("capabilities", type=int, nargs="+", help="80, 86, 89, 90, 100, 120")
-    parser.add_argument("--every", action="store_true", help="every head dimension and dtype")
+    parser.add_argument(
+        "--every", action="store_true", help="every head dimension, and every dtype"
+    )
     arguments = parser.parse_args()
     for capability in arguments.capabilities:
         driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))

@@ -55,11 +55,15 @@ def answers(
     return facts(found)
 
 
-@pytest.mark.parametrize("compress_after", ["prompt", "context"])
-def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "compress_after"),
+    [(METHODS, "prompt"), (EVERY_METHOD, "context")],  # variants differ in what they compress to
+    ids=["every variant", "every method"],
+)
+def test_every_method_answers_as_on_the_cpu(names, compress_after, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    rows = answers(model_on(CUDA), METHODS, compress_after=compress_after)
-    assert rows == answers(model_on(CPU), METHODS, compress_after=compress_after)
+    rows = answers(model_on(CUDA), names, compress_after=compress_after)
+    assert rows == answers(model_on(CPU), names, compress_after=compress_after)
 
 
 @pytest.mark.parametrize(("part", "value"), [("k_proj", float("nan")), ("v_proj", float("inf"))])
@@ -168,7 +172,7 @@ def test_a_step_is_captured_on_the_gpu_of_its_model(monkeypatch):
     ("way", "name"),
     [
         *((prefilled, n) for n in ("streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform")),
-        *((generated, name) for name in ("exact", "snapkv")),
+        (generated, "snapkv"),
     ],
 )
 def test_compression_waits_at_no_layer(way, name, monkeypatch):
@@ -183,9 +187,9 @@ def test_compression_waits_at_no_layer(way, name, monkeypatch):
 @pytest.mark.parametrize(
     ("way", "name", "waits", "a_layer"),
     [
-        *((generated, name, 1, 45) for name in ("exact", "snapkv", "h2o")),
-        *((asked, name, 1, 0) for name in ("exact", "h2o")),  # a graph
-        *((scored, name, 0, 0) for name in ("exact", "snapkv")),  # tokens are fed together
+        *((generated, name, 1, 45) for name in ("snapkv", "h2o")),
+        *((asked, name, 1, 0) for name in ("snapkv", "h2o")),  # a graph
+        (scored, "snapkv", 0, 0),  # tokens are fed together
     ],
 )
 def test_a_token_waits_for_itself_and_no_launch_is_one_row_s(
