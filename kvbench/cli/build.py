@@ -17,7 +17,7 @@ from kvbench.records.log import write_log
 from kvbench.records.read import load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
-from kvbench.run.job import Job
+from kvbench.run.job import Job, MethodConfig
 from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import JobResult, run_job
@@ -49,7 +49,15 @@ def build_job(settings: Settings, shared: dict[str, Any] | None = None) -> Job:
     check_config_class(spec)
     if not re.search(r"\w", spec.label):  # its results' folder could not be named after it
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
-    of_label = _labelled(settings)
+    # Each method under each budget, by a label; a method that no budget changes is there once.
+    several = next((key for key, value in settings.budget.items() if isinstance(value, list)), "")
+    methods: dict[str, tuple[Method, Budget]] = {}
+    configs: dict[str, MethodConfig] = {}
+    for name, method in methods_of(settings.methods).items():
+        for config in settings.budgets[: None if method.uses_budget else 1]:
+            at = f" at {several} {config[several]}" if several and method.uses_budget else ""
+            methods[name + at] = method, constructed(config, "budget", Budget)
+            configs[name + at] = MethodConfig(name, settings.methods[name], config)
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
@@ -71,11 +79,9 @@ def build_job(settings: Settings, shared: dict[str, Any] | None = None) -> Job:
         results_dir=Path(settings.results_dir).expanduser(),
         session=session,
         plan=plan,
-        methods={label: (method, budget) for label, (_, method, budget, _) in of_label.items()},
-        method_names={label: name for label, (name, *_) in of_label.items()},
-        method_configs={label: settings.methods[name] for label, (name, *_) in of_label.items()},
+        methods=methods,
+        configs=configs,
         task_config={key: value for key, value in settings.task.items() if key not in unhashed},
-        budget_configs={label: config for label, (*_, config) in of_label.items()},
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
         batch_size=settings.batch_size,
@@ -90,19 +96,6 @@ def build_job(settings: Settings, shared: dict[str, Any] | None = None) -> Job:
             "hardware": provenance.hardware(device),
         },
     )
-
-
-def _labelled(settings: Settings) -> dict[str, tuple[str, Method, Budget, Keys]]:
-    """Each method under each budget, by a label: its name in records, the method, the budget and that
-    budget's config. A method that no budget changes is there once."""
-    several = next((key for key, value in settings.budget.items() if isinstance(value, list)), "")
-    labelled = {}
-    for name, method in methods_of(settings.methods).items():
-        for config in settings.budgets[: None if method.uses_budget else 1]:
-            at = f" at {several} {config[several]}" if several and method.uses_budget else ""
-            budget = constructed(config, "budget", Budget)
-            labelled[name + at] = (name, method, budget, config)
-    return labelled
 
 
 def run_logged(job: Job, logger: Keys, *, since: float | None = None) -> JobResult:

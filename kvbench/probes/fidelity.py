@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.answer import Stopping
-from kvbench.engine.ask import Question, answer, continuation_logits, read
+from kvbench.engine.ask import Question, answer, continuation_logits
 from kvbench.engine.cost import Cost
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import Reading
@@ -24,7 +24,7 @@ from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, WorkItem
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, read_prompt
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError, Tokens
 
@@ -179,7 +179,8 @@ class FidelityProbe(Probe):
             items.append(WorkItem(name, ids, (encoded, text)))
         return items
 
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
+        ((item, methods),) = work
         encoded, text = item.payload
         encoder = session.encoder
         rates = self.rates or (None,)
@@ -191,16 +192,8 @@ class FidelityProbe(Probe):
             for rate in rates if method.uses_budget else rates[:1]:
                 by_label[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
         later = encoded.question_ids if session.compress_after == "context" else ()
-        reading = read(
-            session.model,
-            encoded.context_ids + (() if later else encoded.question_ids),
-            by_label,
-            seed=session.seed,
-            name=item.id,
-            held_back=0 if later else 1,
-            room=longest + len(later),
-            encoder=encoder,
-        )
+        room = longest + len(later)
+        reading = read_prompt(encoded, by_label, session, name=item.id, room=room)
         if later:
             reading.lead = later
         reference = reading.rows[0]

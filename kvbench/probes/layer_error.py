@@ -25,7 +25,7 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, k
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Fields, Methods, WorkItem
+from kvbench.run.plan import Fields, Methods, Work, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError, Tokens
 
@@ -126,6 +126,14 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
         denominators = compressed.denominators.double()[:, :, None]
         out = signed_mean(out, weights, denominators, value_range, sinks=sinks is not None)
     return out.view(batch, heads, m, -1)
+
+
+def held_out(kv: LayerKV, asked: int) -> tuple[LayerKV, Tensor, int]:
+    """The layer without its last `asked` queries, these queries, and the position of the first."""
+    assert kv.queries is not None
+    first = kv.n - asked
+    shown = replace(kv, queries=kv.queries[:, :, :first], withheld=asked, shared={})
+    return shown, kv.queries[:, :, first:], first
 
 
 def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
@@ -317,8 +325,9 @@ class LayerError(Probe):
             for name, _, prompt in sources
         ]
 
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
         """After a method that wrote to the tensors the others are measured on new ones."""
+        ((item, methods),) = work
         damage: dict[str, check.LayerDamaged] = {}
         while True:
             sound = {label: pair for label, pair in methods.items() if label not in damage}
@@ -339,13 +348,10 @@ class LayerError(Probe):
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
         for layer, kv in self._layers(item, session):
             check.check_finite(kv)
-            first = kv.n - self.exact
-            assert kv.queries is not None
-            queries = kv.queries[:, :, first:]
+            shown, queries, first = held_out(kv, self.exact)
             exact = estimate(keep_all(kv), queries, first, kv)
-            shown = kv
-            if self.held_out:
-                shown = replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact)
+            if not self.held_out:
+                shown = kv
             without_draws: dict[tuple[str, float], Mapping[str, Any]] = {}
             for rate, seed, label in product(self.rates, range(self.seeds), methods):
                 method = methods[label][0]
@@ -377,8 +383,8 @@ class LayerError(Probe):
     def _layers(self, item: WorkItem, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """Number and tensors of each of `layers`, in this order."""
         if self.synthetic is None:
-            ids = (*item.payload.context_ids, *item.payload.question_ids)
-            found = capture_layers(session.model, ids, [layer - 1 for layer in self.layers])
+            layers = [layer - 1 for layer in self.layers]
+            found = capture_layers(session.model, item.payload.ids, layers)
             yield from ((layer, found[layer - 1]) for layer in self.layers)
             return
         count = max(self.layers)

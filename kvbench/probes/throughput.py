@@ -31,7 +31,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, WorkItem, measured
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_budgets, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
@@ -140,21 +140,19 @@ class Throughput(Probe):
                     f"{limit} positions (random weights may have more: "
                     "model.architecture.max_position_embeddings)"
                 )
-            for label, (method, budget) in methods.items():
-                if method.uses_budget and budget.sink + budget.window > n:
-                    raise KVError(
-                        f"budget.sink + budget.window is {budget.sink + budget.window}; the prompt "
-                        f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
-                    )
-                if method.uses_budget:
-                    budget.with_share(setting.rate).capacity(n)  # raises if the share is too small
+            at_rate = {
+                label: (method, budget.with_share(setting.rate))
+                for label, (method, budget) in methods.items()
+            }
+            check_budgets(at_rate, n, n, "the prompt")
         return [
             WorkItem(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
         ]
 
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
         # Of n methods, run i begins with method i modulo n; exact is the first.
+        ((item, methods),) = work
         setting, run = item.payload
         n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)

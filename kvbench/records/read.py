@@ -115,9 +115,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in in_turn if counting[record["example_id"]] is record]
 
 
-def recorded(folder: Path) -> set[str]:
-    """The ids of the examples that have a record in a run folder; none where there is no folder."""
-    return {record["example_id"] for record in read_records(folder)}
+def read_statuses(folder: Path) -> dict[str, str]:
+    """The status of each example that has a record in a run folder; none where there is no folder."""
+    return {record["example_id"]: record["status"] for record in read_records(folder)}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from kvbench.records.read import (
     MANIFEST,
     complete_lines,
     read_manifest,
-    read_records,
+    read_statuses,
     record_files,
 )
 from kvbench.records.schema import FORMAT, RECORD, StoreError, disk_errors, parsed
@@ -109,7 +109,7 @@ class RecordStore:
 
         with RecordStore(folder) as store:
             for example in examples:
-                if example.id not in store.done:
+                if example.id not in store.statuses:
                     store.append(record_of(example))
 
     Entering takes the lock of the file that is written and removes a half-written last line.
@@ -118,6 +118,9 @@ class RecordStore:
         lock_timeout: seconds to wait for another process that writes the same file; -1: without limit.
         shard: suffix of the shard whose file is written, None for records.jsonl. Examples with a record
             in another file of the folder count as done.
+
+    Attributes:
+        statuses: by id, of the examples that have a record; empty while the store is closed.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class RecordStore:
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
-        self._statuses: dict[str, str] = {}  # by example_id
+        self.statuses: dict[str, str] = {}
 
     def __enter__(self) -> RecordStore:
         with disk_errors(self.path):
@@ -143,14 +146,12 @@ class RecordStore:
                 _, size = complete_lines(self.path)
                 if self.path.stat().st_size > size:  # a half-written last line
                     os.truncate(self.path, size)
-                self._statuses = {
-                    row["example_id"]: row["status"] for row in read_records(self.folder)
-                }
+                self.statuses = read_statuses(self.folder)
                 stack.pop_all()  # it is open, and the lock stays
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._statuses = {}
+        self.statuses = {}
         self._lock.release()
 
     def move_away(self, example_ids: Collection[str], name: str) -> int:
@@ -191,7 +192,7 @@ class RecordStore:
                 replace_file(moved, b"".join(line + b"\n" for line in away))
                 for path, lines in rest.items():
                     replace_file(path, b"".join(line + b"\n" for line in lines))
-        self._statuses = {row["example_id"]: row["status"] for row in read_records(self.folder)}
+        self.statuses = read_statuses(self.folder)
         return len(away)
 
     def _acquire(self, lock: FileLock) -> None:
@@ -202,16 +203,6 @@ class RecordStore:
                 f"{self.folder} is being written by another process; waited {self._timeout:g} s: "
                 "wait for it to end, or choose another results_dir"
             ) from None
-
-    @property
-    def done(self) -> set[str]:
-        """The ids of the examples that have a record of any status."""
-        return set(self._statuses)
-
-    @property
-    def failed(self) -> set[str]:
-        """The ids of the examples whose record has a status other than ok."""
-        return {example_id for example_id, status in self._statuses.items() if status != "ok"}
 
     def append(self, record: Mapping[str, Any]) -> bool:
         """Write one record; it is on disk on return.
@@ -225,11 +216,11 @@ class RecordStore:
         text = without_keys(json.dumps(jsonable(record, where), ensure_ascii=False))
         line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         example_id = parsed(RECORD, line, where)["example_id"]
-        if self._statuses.get(example_id) == "ok":
+        if self.statuses.get(example_id) == "ok":
             return False
         with disk_errors(self.path):
             append_to_file(self.path, line)
-        self._statuses[example_id] = record["status"]
+        self.statuses[example_id] = record["status"]
         return True
 
 

@@ -32,6 +32,11 @@ class EncodedExample:
     question_ids: tuple[int, ...]
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        """The token ids of the whole prompt."""
+        return self.context_ids + self.question_ids
+
+    @property
     def n(self) -> int:
         """The number of prompt tokens."""
         return len(self.context_ids) + len(self.question_ids)
@@ -67,28 +72,6 @@ class EncodedExample:
         return fields
 
 
-def _encoded_whole(examples: Sequence[Example], encoder: PromptEncoder) -> list[Example]:
-    """The examples, with the token ids of those that have none, if the tokenizer can encode a whole
-    prompt."""
-    if not callable(encoder.tokenizer):
-        return list(examples)
-    by_context: dict[Any, list[int]] = {}
-    for place, example in enumerate(examples):
-        if example.context_ids is None and example.question_ids is None:
-            context = example.context_id or example.id
-            by_context.setdefault((context, example.context, example.complete), []).append(place)
-    encoded = list(examples)
-    bare = replace(encoder, prefix_ids=(), suffix_ids=(), before="", after="")
-    for (_, context, complete), places in by_context.items():
-        questions = [(examples[place].question, "") for place in places]
-        ids, rests = encode_shared(bare if complete else encoder, context, questions)
-        for place, rest in zip(places, rests, strict=True):
-            encoded[place] = replace(
-                examples[place], context_ids=ids, question_ids=rest, complete=True
-            )
-    return encoded
-
-
 def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
     return encode_examples([example], encoder)[0]
 
@@ -106,29 +89,12 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
             model does not have.
     """
     encoded_examples: list[EncodedExample] = []
-    contexts: dict[Any, tuple[int, ...]] = {}  # each is encoded once
     first_of_context: dict[str, EncodedExample] = {}
     history_of_context: dict[str, tuple[int, ...]] = {}  # questions and golden answers so far
     has_turns = any(example.history != "none" for example in examples)
     between = tuple(encoder.between_turns()) if has_turns else ()
-
-    def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        return tuple(encoder.encode_text(text)) if known is None else known
-
-    def check(ids: tuple[int, ...], example: Example) -> None:
-        if encoder.vocabulary is not None:
-            check_ids(
-                ids, encoder.vocabulary, f"example {example.id!r}", f"the {encoder.family} model"
-            )
-
-    for example in _encoded_whole(examples, encoder):
-        around = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
-        context = (example.context, example.context_ids, example.complete)
-        if context not in contexts:
-            contexts[context] = (*around[0], *ids(example.context, example.context_ids))
-            check(contexts[context], example)
-        question = (*ids(example.question, example.question_ids), *around[1])
-        encoded = EncodedExample(example, contexts[context], question)
+    for example, (context, question) in zip(examples, _tokenised(examples, encoder), strict=True):
+        encoded = EncodedExample(example, context, question)
         name = encoded.context
         first = first_of_context.setdefault(name, encoded)
         if first.context_ids != encoded.context_ids:
@@ -147,9 +113,34 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
                 golden = next(iter(example.answers), "")
             answer = encoder.encode_text(golden) if golden else []
             history_of_context[name] = (*history, *question, *answer, *between)
-        check(encoded.question_ids, example)
+        if encoder.vocabulary is not None:
+            whose = f"the {encoder.family} model"
+            check_ids(encoded.ids, encoder.vocabulary, f"example {example.id!r}", whose)
         encoded_examples.append(encoded)
     return encoded_examples
+
+
+def _tokenised(
+    examples: Sequence[Example], encoder: PromptEncoder
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The token ids of each example's context and question: its own, or those of its text, which is
+    encoded with all others of its context."""
+    found = [(example.context_ids or (), example.question_ids or ()) for example in examples]
+    by_context: dict[tuple[str, str], list[int]] = {}
+    for place, example in enumerate(examples):
+        if (example.context_ids is None) != (example.question_ids is None):
+            raise KVError(
+                f"example {example.id!r} has token ids of context or question; allowed: of both"
+            )
+        if example.context_ids is None:
+            context = (example.context_id or example.id, example.context)
+            by_context.setdefault(context, []).append(place)
+    for (_, text), places in by_context.items():
+        questions = [(examples[place].question, "") for place in places]
+        ids, rests = encode_shared(encoder, text, questions)
+        for place, rest in zip(places, rests, strict=True):
+            found[place] = ids, rest
+    return found
 
 
 def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
@@ -174,7 +165,7 @@ def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) 
         ``texts``: the text of each piece. ``answer``, where the decoded prompt contains the example's
         evidence: the index of the first token of the evidence, and the index after its last one.
     """
-    ids = [*encoded.context_ids, *encoded.question_ids][: kept["tokens"]]
+    ids = encoded.ids[: kept["tokens"]]
     words = [str(tokenizer.decode([token])) for token in ids]
     width = kept["width"]
     texts = ["".join(words[start : start + width]) for start in range(0, len(words), width)]

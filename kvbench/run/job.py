@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.engine.fingerprint import commit_of
 from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.aside import Aside, aside_of, lines_of
-from kvbench.records.read import MANIFEST, read_manifest
+from kvbench.records.read import MANIFEST, read_manifest, read_statuses
 from kvbench.records.schema import COMMON_FIELDS, FORMAT
 from kvbench.records.shards import Shard
 from kvbench.records.store import config_hash, run_folder, safe_name
@@ -31,16 +31,24 @@ PLACES = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memor
 fingerprint says which model it is."""
 
 
+class MethodConfig(NamedTuple):
+    """A method of a job as its records and its config have it: its name (several labels are of one
+    method under several budgets), and the configs of the method and of its budget, for the hash and
+    the manifest."""
+
+    name: str
+    method: Mapping[str, Any]
+    budget: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything one job needs, resolved and checked.
 
     Attributes:
         experiment, task: their names in folders and tables.
-        methods: the methods by label, each with its budget.
-        method_names: what records call them, by label; several labels are of one method under several
-            budgets.
-        method_configs, task_config, budget_configs: as in the config, for the hash and the manifest.
+        methods, configs: the methods by label, each with its budget, and what was typed of both.
+        task_config: as in the config, for the hash and the manifest.
         limit: how many contexts are run, the first ones; None: all. (Examples that share no context are
             counted one by one.)
         shard: the part of these contexts that this job runs, while other processes run the others.
@@ -59,10 +67,8 @@ class Job:
     session: Session
     plan: Plan
     methods: Methods
-    method_names: Mapping[str, str]
-    method_configs: Mapping[str, Mapping[str, Any]]
+    configs: Mapping[str, MethodConfig]
     task_config: Mapping[str, Any]
-    budget_configs: Mapping[str, Mapping[str, Any]]
     limit: int | None = None
     shard: Shard | None = None
     batch_size: int | str = 1
@@ -191,8 +197,8 @@ class Job:
             }
             if method.version > 1:
                 own["method_version"] = method.version
-            own["method"] = self.method_configs[label]
-            own["budget"] = self.budget_configs[label] if method.uses_budget else None
+            own["method"] = self.configs[label].method
+            own["budget"] = self.configs[label].budget if method.uses_budget else None
             settings[label] = own
         return settings
 
@@ -204,7 +210,7 @@ class Job:
         return {
             label: {
                 **names,
-                "method": self.method_names[label],
+                "method": self.configs[label].name,
                 "config_hash": config_hash(without_defaults(settings)),
                 "seed": self.session.seed,
             }
@@ -249,9 +255,21 @@ class Job:
             for label, names in self.names.items()
         }
 
+    def done(self, statuses: Mapping[str, str]) -> set[str]:
+        """The ids of this job's records that count, of those with these statuses by id."""
+        own = record_ids(self.items) & statuses.keys()
+        return {name for name in own if statuses[name] == "ok" or not self.retry_failed}
+
+    def done_on_disk(self) -> dict[str, set[str]]:
+        """By label the ids of the records that count before the job starts."""
+        return {
+            label: self.done({} if self.rerun is not None else read_statuses(folder))
+            for label, folder in self.folders.items()
+        }
+
     def work_left(self, done: Mapping[str, Set[str]]) -> list[Work]:
         """The items that lack records, each with the methods for which they do. `done` has by label the
-        example ids of the records that count."""
+        ids of the records that count."""
         work: list[Work] = []
         for item in self.items:
             methods = {  # sorted: in whatever order methods are typed, they run in the same
@@ -307,7 +325,7 @@ class Job:
             **self.extra,
         }
         if "config" in self.extra:  # of a job with several budgets, the one of this run
-            manifest["config"] = {**self.extra["config"], "budget": self.budget_configs[label]}
+            manifest["config"] = {**self.extra["config"], "budget": self.configs[label].budget}
         return redact(manifest)
 
     def record(self, fields: Fields) -> dict[str, Any]:
@@ -322,7 +340,7 @@ class Job:
             "status": "ok",
             "saves_memory": method.saves_memory or method.quantize is not None,
             **fields,
-            "method": self.method_names[label],
+            "method": self.configs[label].name,
         }
 
 

@@ -97,7 +97,7 @@ class Plan(ABC):
     """A task or a probe, as the runner sees it.
 
     Attributes:
-        batches_items: whether `run_batch` may run several items together.
+        batches_items: whether `run` may be given several items, which it runs together.
         reads_whole_prompts: whether all of a prompt is compressed, whatever `compress_after` says: where
             seconds or layers are measured and no token is judged.
     """
@@ -117,12 +117,9 @@ class Plan(ABC):
         must not load the model."""
 
     @abstractmethod
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Run an item. Yields the fields of one record for each method and record id."""
-
-    def run_batch(self, work: Sequence[Work], session: Session) -> Sequence[Sequence[Fields]]:
-        """Run several items together; returns the records of each."""
-        return [list(self.run(item, methods, session)) for item, methods in work]
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
+        """Run one item, or several (`batches_items`). Yields the fields of one record for each method
+        and record id."""
 
 
 def status_of(error: BaseException) -> str:
@@ -174,7 +171,10 @@ class TaskPlan(Plan):
         for label, (method, budget) in methods.items():
             Row(label, method, budget, session.seed, "")  # refuses a method that cannot generate
         if examples:
-            self._check_budgets(examples, session, methods)
+            longest = max(encoded.n for encoded in examples)
+            shortest = min(e.n - e.held_back(session.compress_after) for e in examples)
+            whose = f"the longest prompt of task {self.task.name}"
+            check_budgets(methods, longest, shortest, whose)
         self._check_order_of_compression(examples, session, methods)
         by_prefill: dict[str, list[EncodedExample]] = {}
         contexts_share_prefill = session.compress_after == "context"
@@ -186,25 +186,6 @@ class TaskPlan(Plan):
             _item(name, of_prefill, samples, notes_kept=number < ITEMS_WITH_KEPT)
             for number, (name, of_prefill) in enumerate(by_prefill.items())
         ]
-
-    def _check_budgets(
-        self, examples: Sequence[EncodedExample], session: Session, methods: Methods
-    ) -> None:
-        """Refuse a budget whose sink and window hold the longest prompt, so that nothing is compressed,
-        and one whose share of the shortest prompt is less than sink and window."""
-        compressed = [e.n - e.held_back(session.compress_after) for e in examples]
-        longest = max(encoded.n for encoded in examples)
-        for label, (method, budget) in methods.items():
-            if not method.uses_budget:
-                continue
-            ends = budget.sink + budget.window
-            if ends > longest:
-                raise KVError(
-                    f"budget.sink + budget.window is {ends}; the longest prompt of task "
-                    f"{self.task.name} has {longest} tokens, so {label!r} would compress nothing; "
-                    f"allowed: at most {longest}"
-                )
-            budget.capacity(min(compressed))  # refuses a share of too few tokens
 
     def _check_order_of_compression(
         self, examples: Sequence[EncodedExample], session: Session, methods: Methods
@@ -261,18 +242,16 @@ class TaskPlan(Plan):
 
         return session.once("examples", (self.task, self.limit), make)
 
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
-        """Generate with every method from one prefill, and score."""
-        yield from self.run_batch([(item, methods)], session)[0]
-
-    def run_batch(self, work: Sequence[Work], session: Session) -> list[list[Fields]]:
-        """Prefill the prompts of several items, decode their answers together, and score them."""
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
+        """Prefill the prompts, decode the answers of all methods together, and score them."""
         if session.device.type == "cuda":
             _warm_up(*work[0], session)
         talks, kept = [], list[dict[str, Any]]()
         for item, methods in work:
             asked = _conversations(item, session)
-            reading = _read(item, methods, session, room_of(asked))
+            first = item.examples[0]
+            room = room_of(asked)
+            reading = read_prompt(first, methods, session, name=first.context, room=room)
             kept.append(strips_by_label(reading.rows, reading.n) if item.notes_kept else {})
             talks.append((reading, asked))
         answers = converse(
@@ -282,14 +261,10 @@ class TaskPlan(Plan):
             sampling=session.sampling,
             steps=session.steps,
         )
-        return [
-            [
-                self._record(item, record_id, label, one, session, strips.get(label))
-                for label, own in by_label.items()
-                for record_id, one in zip(item.record_ids, own, strict=True)
-            ]
-            for (item, _), by_label, strips in zip(work, answers, kept, strict=True)
-        ]
+        for (item, _), by_label, strips in zip(work, answers, kept, strict=True):
+            for label, own in by_label.items():
+                for record_id, one in zip(item.record_ids, own, strict=True):
+                    yield self._record(item, record_id, label, one, session, strips.get(label))
 
     def _record(
         self,
@@ -338,6 +313,22 @@ class TaskPlan(Plan):
                 _, first = _text(result.tokens[:1], example, session)
                 fields["first_token_score"] = self.task.score(first, example)["score"]
         return fields
+
+
+def check_budgets(methods: Methods, longest: int, shortest: int, whose: str) -> None:
+    """Refuse a budget whose sink and window hold the longest prompt, so that nothing is compressed, and
+    one whose share of the shortest is less than sink and window; `whose` names the longest in the
+    message."""
+    for label, (method, budget) in methods.items():
+        if not method.uses_budget:
+            continue
+        ends = budget.sink + budget.window
+        if ends > longest:
+            raise KVError(
+                f"budget.sink + budget.window is {ends}; {whose} has {longest} tokens, so {label!r} "
+                f"would compress nothing; allowed: at most {longest}"
+            )
+        budget.capacity(shortest)  # refuses a share of too few tokens
 
 
 def _text(tokens: Sequence[int], example: Example, session: Session) -> tuple[str | None, str]:
@@ -421,15 +412,16 @@ def _conversations(item: WorkItem, session: Session) -> list[list[Question]]:
     ]
 
 
-def _read(item: WorkItem, methods: Methods, session: Session, room: int) -> Reading:
-    """Prefill the prompt of an item, or its context, and compress it by every method."""
-    first = item.examples[0]
+def read_prompt(
+    encoded: EncodedExample, methods: Methods, session: Session, *, name: str, room: int
+) -> Reading:
+    """Prefill a prompt, or its context, and compress it by every method; `name` seeds their draws."""
     return read(
         session.model,
-        first.context_ids + (() if session.compress_after == "context" else first.question_ids),
+        encoded.context_ids if session.compress_after == "context" else encoded.ids,
         methods,
         seed=session.seed,
-        name=first.context,
+        name=name,
         held_back=int(session.compress_after == "all_but_last"),
         room=room,
         encoder=session.encoder,
@@ -445,7 +437,8 @@ def _warm_up(item: WorkItem, methods: Methods, session: Session) -> None:
     session.warmed.update(new)
     question = replace(_conversations(item, session)[0][0], stopping=Stopping(2))
     try:
-        reading = _read(item, new, session, room_of([[question]]))
+        first, room = item.examples[0], room_of([[question]])
+        reading = read_prompt(first, new, session, name=first.context, room=room)
         asked = [(reading, row, question) for row in reading.rows]
         answer(session.model, asked, sampling=session.sampling, steps=session.steps)
     except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it

@@ -16,7 +16,6 @@ from kvbench.engine.architecture import cache_bytes
 from kvbench.engine.model import ModelError, load_config
 from kvbench.errors import printable
 from kvbench.records.aside import lines_of
-from kvbench.records.read import read_records
 from kvbench.records.store import run_folder
 from kvbench.run.job import Job, record_ids
 
@@ -35,15 +34,7 @@ def print_dry_run(job: Job, name: str = "") -> None:
         name: the name of the job where there are several; it is then described in one line.
     """
     is_here = not job.is_about_the_model or job.session.weights_are_here()
-    on_disk = {
-        label: {
-            record["example_id"]
-            for record in read_records(folder)
-            if job.rerun is None and (record["status"] == "ok" or not job.retry_failed)
-        }
-        & record_ids(job.items)
-        for label, folder in (job.folders if is_here else {}).items()
-    }
+    on_disk = job.done_on_disk() if is_here else {}
     examples = f"{len(job.items)} examples, {len(job.work_left(on_disk))} of them to run"
     if job.shard is not None:
         examples += f" (shard {job.shard} of {len(job.within_limit)})"

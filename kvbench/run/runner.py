@@ -30,7 +30,7 @@ from kvbench.engine.device import (
     used_bytes,
 )
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
-from kvbench.records.read import recorded
+from kvbench.records.read import read_statuses
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
 from kvbench.run.plan import Fields, Methods, Work, WorkItem, status_of
@@ -189,20 +189,18 @@ class Runner:
         """Run a group of items once.
 
         Returns:
-            the records of each item, and the exception that ended the group, or None. A group of several
-            items that an exception ended has no records; a single item has those that were final before.
+            the records of each item, of those that were final before an exception ended the group, and
+            that exception or None.
         """
         records: list[list[Fields]] = [[] for _ in work]
+        place_of = {name: place for place, (item, _) in enumerate(work) for name in item.record_ids}
         with ExitStack() as stack:
             if self.seconds is not None:
                 answers = sum(item.answers for item, _ in work)
                 stack.enter_context(time_limit(self.session.model, self.seconds * answers))
             try:
-                if len(work) > 1:
-                    records[:] = map(list, self.plan.run_batch(work, self.session))
-                else:
-                    for record in self.plan.run(*work[0], self.session):
-                        records[0].append(record)  # records before a failure are kept
+                for record in self.plan.run(work, self.session):
+                    records[place_of[record["example_id"]]].append(record)
             except Exception as failure:  # noqa: BLE001 - it becomes the items' records
                 name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
                 level = logging.INFO if len(work) > 1 else logging.WARNING
@@ -286,15 +284,14 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         raise DeviceLost(job.session.device, "since an earlier job")
     for warning in [*job.warnings, *job.warnings_of_code]:
         log.warning("%s x %s: %s", job.session.spec.label, job.task, warning)
-    _load_model_if_needed(job)
+    if job.is_about_the_model and job.work_left(job.done_on_disk()):
+        # Before the clock of the first example starts. A model that cannot be loaded leaves no empty
+        # folders.
+        job.session.model  # noqa: B018 - the property loads the model
     written = 0
     with ExitStack() as stack:
         stores = _open_stores(job, stack)
-        done = {
-            label: store.done - (store.failed if job.retry_failed else set())
-            for label, store in stores.items()
-        }
-        work = job.work_left(done)
+        work = job.work_left({label: job.done(store.statuses) for label, store in stores.items()})
         progress = Progress() if progress is None else progress
         progress.begin(work, len(job.items), job.methods)
         if work and work[0][0].examples:  # not for probes, since some measure seconds
@@ -311,14 +308,19 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
             progress.item_done()
         passes = sum(seconds.values()) - seconds["load"]
         seconds["score"] = max(0.0, time.monotonic() - begun - passes)
-        own_ids = record_ids(job.items)
-        failed = sum(len(store.failed & own_ids) for store in stores.values())
-        records = sum(len(store.done & own_ids) for store in stores.values())
+        own = record_ids(job.items)
+        statuses = [
+            status
+            for store in stores.values()
+            for name, status in store.statuses.items()
+            if name in own
+        ]
+        failed = sum(status != "ok" for status in statuses)
     complete = True
     if job.shard is not None:
         all_ids = record_ids(job.within_limit)
-        complete = all(all_ids <= recorded(folder) for folder in job.folders.values())
-    return JobResult(job.folders, failed, written, records, complete, seconds)
+        complete = all(all_ids <= read_statuses(run).keys() for run in job.folders.values())
+    return JobResult(job.folders, failed, written, len(statuses), complete, seconds)
 
 
 def _passes(records: Sequence[Fields]) -> dict[str, float]:
@@ -331,20 +333,6 @@ def _passes(records: Sequence[Fields]) -> dict[str, float]:
         compress[label] = max(compress.get(label, 0), fields.get("compress_s") or 0)
     decode = sum(fields.get("decode_s") or 0 for fields in records)
     return {"prefill": prefill, "compress": sum(compress.values()), "decode": decode}
-
-
-def _load_model_if_needed(job: Job) -> None:
-    """Load the model if the job lacks records and needs a model for them.
-
-    So it is loaded before the clock of the first example starts, and a model that cannot be loaded
-    leaves no empty folders.
-    """
-    if not job.is_about_the_model:
-        return
-    ids = record_ids(job.items)
-    lacks_records = any(ids - recorded(folder) for folder in job.folders.values())
-    if job.retry_failed or job.rerun is not None or lacks_records:
-        job.session.model  # noqa: B018 - the property loads the model
 
 
 def _open_stores(job: Job, stack: ExitStack) -> dict[str, RecordStore]:

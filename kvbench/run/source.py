@@ -85,7 +85,7 @@ def _modules(thing: object) -> Iterator[str]:
     """The names of the modules in which the classes and functions of a thing are defined."""
     if isinstance(thing, type):
         for kind in thing.__mro__:
-            if kind.__module__.partition(".")[0] not in sys.stdlib_module_names or _is_main(kind):
+            if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
                 yield kind.__module__
     elif isinstance(thing, FunctionType):
         yield thing.__module__
@@ -99,10 +99,6 @@ def _modules(thing: object) -> Iterator[str]:
         yield from _modules(type(thing))
         for field in fields(thing):
             yield from _modules(getattr(thing, field.name))
-
-
-def _is_main(kind: type) -> bool:
-    return kind.__module__ == "__main__"
 
 
 def _needed(module: str) -> Sequence[tuple[str, Path | None]]:

@@ -45,10 +45,9 @@ def with_newlines(typed: str) -> str:
 class Example:
     """A prompt and its acceptable answers.
 
-    The prompt is ``context + question``. Context and question are tokenised separately, or together
-    where the tokenizer puts a blank before every text; the boundary between them is a token boundary
-    under both settings of ``compress_after``. Tasks that need exact token counts also set `context_ids`
-    and `question_ids`, which are then used instead.
+    The prompt is ``context + question``. It has the tokens of its whole text, and one across the seam
+    is the question's. Tasks that need exact token counts also set `context_ids` and `question_ids`,
+    which are then used instead.
 
     Attributes:
         id: unique within the task; the same whatever the `limit`.
@@ -56,9 +55,8 @@ class Example:
         question: the rest of the prompt; may be empty.
         stop: generation ends when one of these strings appears; the prediction ends before it.
         dataset: the name of the subset to which the example belongs, or else of the task.
-        context_ids, question_ids: the token ids of context and question, or None. They lack the tokens
-            that the model puts around a user's text, unless `complete`.
-        complete: True where `context_ids` and `question_ids` are the whole prompt.
+        context_ids, question_ids: the token ids of context and question, or None. Together they are the
+            whole prompt, with the tokens that the model puts around a user's text.
         end_ids: the tokens that end the generation; None for all end tokens of the model.
         may_be_empty: False where the first generated token must not be an end token; the best other
             token is then taken.
@@ -85,7 +83,6 @@ class Example:
     stop: tuple[str, ...] = ()
     context_ids: tuple[int, ...] | None = None
     question_ids: tuple[int, ...] | None = None
-    complete: bool = False
     end_ids: frozenset[int] | None = None
     may_be_empty: bool = True
     is_final: Callable[[str], bool] | None = field(default=None, compare=False)
@@ -177,6 +174,11 @@ class Task(ABC):
     @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """The scores of a prediction by name; ``"score"`` is the primary one."""
+
+
+def depth_in_tens(place: int, last: int) -> int:
+    """The depth of a place among 0 .. `last`, in per cent rounded to tens."""
+    return 10 * round(10 * place / max(1, last))
 
 
 def in_turn(queues: Iterable[Iterable[T]]) -> list[T]:

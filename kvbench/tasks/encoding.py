@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import takewhile
 
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import TaskError
+
+
+@cache
+def _one(token: int) -> int:
+    return token
+
+
+def compact(ids: Iterable[int]) -> tuple[int, ...]:
+    """The ids as a tuple, in which there is one object for each token id: the prompts of a benchmark
+    have tens of millions of tokens."""
+    return tuple(map(_one, ids))
 
 
 def encode_start(encoder: PromptEncoder, text: str) -> list[int]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from annotated_types import Ge, Le
 
 from kvbench.errors import check_known, first_line
 from kvbench.errors.options import Distinct
-from kvbench.prompts import PromptEncoder
+from kvbench.prompts import PromptEncoder, PromptError
 from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError
 from kvbench.tasks.data import Source
 from kvbench.tasks.encoding import encode_shared
@@ -270,7 +269,6 @@ class Instructions(Task):
             dataset=f"{self.prompts} {self.ask}",
             context_ids=encoded.system_ids,
             question_ids=encoded.request_ids,
-            complete=True,
             fields={"role": encoded.role, "kinds": kinds},
             instructions=tuple(instructions),
             private_text=private_text,
@@ -299,17 +297,15 @@ def encode_conversation(encoder: PromptEncoder, system: str, request: str) -> Co
         {"role": "system", "content": system_mark},
         {"role": "user", "content": request_mark},
     ]
-    text = ""
+    parts: list[str] = []
     if encoder.chat:
-        # A template that knows no system role may raise anything.
-        with suppress(Exception):
-            text = encoder.render(messages, answer=True)
-    parts = re.fullmatch(f"(.*){system_mark}(.*){request_mark}(.*)", text, re.DOTALL)
-    if parts is None:
+        with suppress(PromptError):  # of a template that knows no system role
+            parts = encoder.render_around([system_mark, request_mark], messages)
+    if not parts:
         end = "" if encoder.suffix_ids else "\n"
         context_ids, (rest,) = encode_shared(encoder, system + "\n\n", [(request + end, "")])
         return Conversation(context_ids, rest, "user")
-    before, between, after = parts.groups()
+    before, between, after = parts
     texts = [before + system, between + request + after]
     system_ids, request_ids = encoder.encode_parts(texts)
     return Conversation(tuple(system_ids), tuple(request_ids), "system")

@@ -321,7 +321,6 @@ class Jsonl(Task):
                 stop=tuple(self.stop),
                 context_ids=context,
                 question_ids=question,
-                complete=True,
                 context_id=None if len(group) == 1 else group[0].id,
                 history=history,
                 golden=", ".join(prompt.answers) if self.metric == "contains_all" else None,

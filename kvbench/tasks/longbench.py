@@ -19,6 +19,7 @@ from kvbench.errors.options import Count, Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Task, TaskError, in_turn
 from kvbench.tasks.data import Source
+from kvbench.tasks.encoding import compact
 from kvbench.tasks.longbench_datasets import (
     CODE,
     DATASETS,
@@ -246,12 +247,10 @@ class LongBench(Task):
         names = self.datasets or ()
         for name in names:
             check_metric(DATASETS[name].metric)
-        # One object for each token id: the prompts of the benchmark have tens of millions of tokens.
-        shared_ids: dict[int, int] = {}
         queues = []
         for name, source in zip(names, self._sources.values(), strict=True):
             rows = rows_of(source, name)[: self.per_dataset]
-            queues.append([self._example(encoder, name, row, shared_ids) for row in rows])
+            queues.append([self._example(encoder, name, row) for row in rows])
         return in_turn(queues)
 
     def _example(
@@ -259,12 +258,11 @@ class LongBench(Task):
         encoder: PromptEncoder,
         dataset: str,
         row: Mapping[str, Any],
-        shared_ids: dict[int, int],
     ) -> LongBenchExample:
         protocol = PROTOCOLS[self.protocol]
         prompt, cut = fill(prompt_templates()[dataset], row["context"], row["input"])
         encoded = protocol.encode(encoder, dataset, prompt, cut, self.max_input)
-        ids = [shared_ids.setdefault(token, token) for token in encoded.ids]
+        ids = compact(encoded.ids)
         end_ids, may_be_empty = protocol.end_ids(encoder, dataset)
         return LongBenchExample(
             id=f"{dataset}-{row['_id']}",
@@ -273,9 +271,8 @@ class LongBench(Task):
             answers=tuple(row["answers"]),
             max_new_tokens=DATASETS[dataset].new_tokens,
             dataset=dataset,
-            context_ids=tuple(ids[: encoded.cut]),
-            question_ids=tuple(ids[encoded.cut :]),
-            complete=True,
+            context_ids=ids[: encoded.cut],
+            question_ids=ids[encoded.cut :],
             end_ids=end_ids,
             may_be_empty=may_be_empty,
             is_final=self.if_scored_by(LongBench, partial(protocol.is_final, encoder, dataset)),

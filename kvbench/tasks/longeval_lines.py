@@ -23,7 +23,16 @@ from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, Many, NewTokens, Repeats, Task, TaskError, in_turn
+from kvbench.tasks.base import (
+    Example,
+    Many,
+    NewTokens,
+    Repeats,
+    Task,
+    TaskError,
+    depth_in_tens,
+    in_turn,
+)
 from kvbench.tasks.data import file_digests, file_rows
 from kvbench.tasks.words import words_of
 
@@ -207,7 +216,7 @@ class LongEvalLines(Task):
             evidence=case.line.strip(),
             fields={
                 "num_lines": case.num_lines,
-                "depth": int(10 * round(10.0 * case.place / max(1, case.total - 1))),
+                "depth": depth_in_tens(case.place, case.total - 1),
                 "repeats": 1 if self.files else self.repeats,
                 "line_key": case.key,
                 "line_place": case.place,

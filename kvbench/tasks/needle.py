@@ -294,7 +294,6 @@ class Needle(Task):
                     context_ids=context_ids,
                     evidence=fact.needle.strip(),
                     question_ids=tuple(ids),
-                    complete=True,
                     end_ids=encoder.end_ids | end_ids if end_ids else None,
                     context_id=f"len{length}-{number:04d}" if self.together else None,
                     fields={

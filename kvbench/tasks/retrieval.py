@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from annotated_types import Ge, Le
 
 from kvbench.errors.options import Count, Distinct, Text
 from kvbench.prompts import PromptEncoder
-from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens
+from kvbench.tasks.base import Example, Many, NewTokens, Task, TaskError, Tokens, depth_in_tens
 from kvbench.tasks.encoding import (
     check_template,
     encode_shared,
@@ -34,6 +33,7 @@ from kvbench.tasks.encoding import (
 from kvbench.tasks.haystack import QUALITIES, THINGS
 from kvbench.tasks.metrics import METRICS
 from kvbench.tasks.metrics_text import Key, occurs
+from kvbench.tasks.words import drawn_uuid
 
 PAIRS, KEY, NAME, CONTEXT, QUESTION = "{pairs}", "{key}", "{name}", "{context}", "{question}"
 """The fields of the templates."""
@@ -60,11 +60,6 @@ class HiddenKeys(Task):
             max_new_tokens=self.max_new_tokens,
             **example_fields,
         )
-
-
-def _depth(place: int, last: int) -> int:
-    """The depth of a place among 0 .. `last`, in per cent rounded to tens."""
-    return int(10 * round(10 * place / last))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +92,7 @@ class KeyValue(HiddenKeys):
 
     def _object_examples(self, size: int, number: int) -> list[Example]:
         rng = random.Random(f"kvbench key_value {self.seed} {size} {number}")
-        pairs = [(_uuid(rng), _uuid(rng)) for _ in range(size)]
+        pairs = [(drawn_uuid(rng), drawn_uuid(rng)) for _ in range(size)]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
         before, white, question = split_template(self.template, PAIRS)
         place_in_part = rng.random()
@@ -114,17 +109,13 @@ class KeyValue(HiddenKeys):
                     answers=(value,),
                     dataset=f"{size} pairs",
                     is_final=self.if_scored_by(KeyValue, partial(occurs, answer=value)),
-                    fields={"num_pairs": size, "depth": _depth(place, max(1, size - 1))},
+                    fields={"num_pairs": size, "depth": depth_in_tens(place, size - 1)},
                 )
             )
         return examples
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         return {"score": float(occurs(prediction, example.answers[0]))}
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +217,8 @@ class Passkey(HiddenKeys):
                     dataset=f"{length} tokens",
                     context_ids=context_ids,
                     question_ids=question_ids[query],
-                    complete=True,
                     is_final=self.if_scored_by(Passkey, _number_is_over),
-                    fields={"length": length, "depth": _depth(place, num_lines)},
+                    fields={"length": length, "depth": depth_in_tens(place, num_lines)},
                 )
             )
         return examples

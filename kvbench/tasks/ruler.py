@@ -30,7 +30,7 @@ from kvbench.errors.options import Distinct
 from kvbench.prompts import PromptEncoder
 from kvbench.tasks.base import Example, Many, Task, TaskError, Tokens, balanced_order
 from kvbench.tasks.data import file_digests
-from kvbench.tasks.encoding import encode_shared, largest_fitting
+from kvbench.tasks.encoding import compact, encode_shared, largest_fitting
 from kvbench.tasks.metrics_text import Key, contains_all
 from kvbench.tasks.ruler_data import Collection, Essays, read_collection
 from kvbench.tasks.ruler_generators import (
@@ -140,18 +140,13 @@ class Ruler(Task):
         """Every task at every length. In every prefix the tasks and the lengths occur equally often,
         to within one example.
         """
-        # One object for each token id: a set of prompts may have a hundred million tokens.
-        shared_ids: dict[int, int] = {}
         groups = [
-            [self._group(encoder, task, length, shared_ids) for length in self.lengths]
-            for task in self.tasks
+            [self._group(encoder, task, length) for length in self.lengths] for task in self.tasks
         ]
         order = balanced_order((len(self.tasks), len(self.lengths), self.num_examples))
         return [groups[task][length][number] for task, length, number in order]
 
-    def _group(
-        self, encoder: PromptEncoder, task: str, length: int, shared_ids: dict[int, int]
-    ) -> list[Example]:
+    def _group(self, encoder: PromptEncoder, task: str, length: int) -> list[Example]:
         """The search for the size of each begins at the size of the example before it."""
         generator = self._generator(encoder, task, length)
         examples: list[Example] = []
@@ -168,9 +163,8 @@ class Ruler(Task):
                     answers=draft.answers,
                     max_new_tokens=PROMPTS[generator.name].new_tokens,
                     dataset=task,
-                    context_ids=tuple(shared_ids.setdefault(token, token) for token in context),
-                    question_ids=tuple(shared_ids.setdefault(token, token) for token in question),
-                    complete=True,
+                    context_ids=compact(context),
+                    question_ids=compact(question),
                     is_final=self.if_scored_by(Ruler, partial(_is_final, task, draft.answers)),
                     evidence=draft.evidence,
                     fields={"task": task, "length": length, "units": units, **draft.fields},

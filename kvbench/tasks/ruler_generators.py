@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import random
 import string
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,6 +27,7 @@ from kvbench.tasks.base import TaskError
 from kvbench.tasks.encoding import split_template
 from kvbench.tasks.haystack import split_sentences
 from kvbench.tasks.ruler_data import Collection, Essays, sorted_words
+from kvbench.tasks.words import drawn_uuid
 
 
 class Strings(NamedTuple):
@@ -256,7 +256,7 @@ def _token(kind: str, rng: random.Random) -> str:
     if kind == "numbers":
         return str(rng.randint(1_000_000, 9_999_999))
     if kind == "uuids":
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        return drawn_uuid(rng)
     adjective = rng.choice(sorted_words("adjective"))
     return f"{adjective}-{rng.choice(sorted_words('noun'))}"
 

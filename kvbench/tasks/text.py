@@ -104,7 +104,6 @@ class RunningText(Task):
                         question="",
                         context_ids=(*begin, *piece),
                         question_ids=(),
-                        complete=True,
                         answers=(continuation,),
                         max_new_tokens=self.max_new_tokens,
                         dataset=self.label,

@@ -1,9 +1,15 @@
-"""English words of the wonderwords package, from which several tasks make keys and texts."""
+"""Keys and words that several tasks draw: UUIDs, and English words of the wonderwords package."""
 
 from __future__ import annotations
 
+import random
+import uuid
 from functools import cache
 from importlib.metadata import version
+
+
+def drawn_uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 @cache

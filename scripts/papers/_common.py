@@ -157,7 +157,7 @@ class Run(SimpleNamespace):
         """Id and tokens of the task's first `limit` prompts; `more`: further overrides."""
         task = instantiate(self.config(*more).task, _convert_="all")
         for prompt in encoded_prompts(task, self.session, self.limit):
-            yield prompt.example.id, (*prompt.context_ids, *prompt.question_ids)
+            yield prompt.example.id, prompt.ids
 
     def layer_numbers(self, layers: Any) -> list[int]:
         """Numbers, from 1, of the model's layers that `layers` asks for: see `chosen_layers`."""

@@ -18,7 +18,6 @@ The published relative_error is released_error here (see `relative_errors`), and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -28,7 +27,13 @@ from kvbench.engine.row import layer_generator
 from kvbench.errors import UserError
 from kvbench.kv import Budget, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import SyntheticLayers, compress_measured, estimate, relative_errors
+from kvbench.probes.layer_error import (
+    SyntheticLayers,
+    compress_measured,
+    estimate,
+    held_out,
+    relative_errors,
+)
 
 RELEASED = {"centre": "released", "order": "released", "weights": "released"}
 NOTEBOOK: dict[str, dict[str, Any]] = {
@@ -94,11 +99,8 @@ def layers(run: Run) -> Iterator[tuple[str, int, LayerKV]]:
 
 def errors_of_layer(run: Run, prompt: str, layer: int, kv: LayerKV) -> Iterator[dict[str, Any]]:
     """A row for each rate, draw and variant."""
-    first = kv.n - run.exact
-    assert kv.queries is not None
-    queries = kv.queries[:, :, first:]
+    seen, queries, first = held_out(kv, run.exact)
     exact = estimate(keep_all(kv), queries, first, kv)
-    seen = replace(kv, queries=kv.queries[:, :, :first], withheld=run.exact)
     for rate in run.rates:
         budget = Budget(rate=rate, sink=run.exact, window=run.exact)
         for draw in range(run.draws):

@@ -9,7 +9,6 @@ SubGen (arXiv 2402.06082), Theorem 1, keeps it within a factor 1 +- eps; nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from _common import Run, started
@@ -19,7 +18,7 @@ from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import compress_measured, logits_of
+from kvbench.probes.layer_error import compress_measured, held_out, logits_of
 
 
 def log_sums(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
@@ -56,10 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     rows = []
     for prompt, layer, kv in run.every_layer():
-        assert kv.queries is not None
-        first = kv.n - run.asked
-        queries = kv.queries[:, :, first:]
-        seen = replace(kv, queries=kv.queries[:, :, :first], withheld=run.asked, shared={})
+        seen, queries, first = held_out(kv, run.asked)
         exact = log_sums(keep_all(kv), queries, first, kv)
         budget = Budget(rate=run.rate, sink=run.asked, window=run.asked)
         for name in run.methods:

@@ -61,7 +61,7 @@ def test_a_store_knows_which_examples_are_done_and_writes_each_once(tmp_path: Pa
         assert records.append(make_record("b"))
         assert records.append(make_record("a", status="oom", score=None, error="out of memory"))
         assert not records.append(make_record("b", score=0.0))
-        assert (records.done, records.failed) == ({"a", "b"}, {"a"})
+        assert records.statuses == {"a": "oom", "b": "ok"}
     assert records.path.read_bytes().count(b"\n") == 2
     with pytest.raises(StoreError, match="is not open"):
         records.append(make_record("z"))
@@ -194,12 +194,12 @@ def test_a_failed_record_is_followed_by_the_one_that_counts(tmp_path: Path) -> N
         records.append(make_record("a"))
         assert records.append(make_record("b", status="oom", score=None, error="first"))
         assert records.append(make_record("b", status="oom", score=None, error="second"))
-        assert (records.done, records.failed) == ({"a", "b"}, {"b"})
+        assert records.statuses == {"a": "ok", "b": "oom"}
     assert [row["error"] for row in read_records(tmp_path)] == [None, "second"]
     with RecordStore(tmp_path) as records:
         assert records.append(make_record("b"))
         assert not records.append(make_record("b", status="oom"))
-        assert (records.done, records.failed) == ({"a", "b"}, set())
+        assert records.statuses == {"a": "ok", "b": "ok"}
     assert [row["status"] for row in read_records(tmp_path)] == ["ok", "ok"]
 
 
@@ -230,7 +230,7 @@ def test_a_second_writer_waits_or_is_refused(tmp_path: Path) -> None:
         pass
     first.communicate("go\n")
     with RecordStore(tmp_path, lock_timeout=0.2) as records:
-        assert len(records.done) == 3
+        assert len(records.statuses) == 3
         with pytest.raises(StoreError, match=refusal), RecordStore(tmp_path, 0.1):
             pass
         patient = writer(20)

@@ -130,21 +130,18 @@ class Counting(Plan):
     def items(self, session: Any, methods: Any) -> list[WorkItem]:
         return []
 
-    def run(self, item: WorkItem, methods: Any, session: Any) -> Iterator[Fields]:
-        return iter(self.run_batch([(item, methods)], session)[0])
-
-    def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
+    def run(self, work: Any, session: Any) -> Iterator[Fields]:
         self.groups.append(len(work))
-        return [[{"method": "m", "example_id": item.id, "status": "ok"}] for item, _ in work]
+        return iter([{"method": "m", "example_id": item.id, "status": "ok"} for item, _ in work])
 
 
 def test_an_item_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: Path) -> None:
     class Tight(Counting):
-        def run_batch(self, work: Any, session: Any) -> list[list[Fields]]:
-            answers = super().run_batch(work, session)
+        def run(self, work: Any, session: Any) -> Iterator[Fields]:
+            answers = list(super().run(work, session))
             if len(work) > 2:
-                answers[0][0] |= {"status": "oom", "error": "no memory"}
-            return answers
+                answers[0] |= {"status": "oom", "error": "no memory"}
+            return iter(answers)
 
     plan = Tight()
     work: Any = [(WorkItem(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(8)]

@@ -226,14 +226,14 @@ def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_pat
 
     same = [{}, {"limit": 1}, {"batch_size": 4}, {"retry_failed": True}, {"extra": {"a": 1}}]
     assert len({folder(**changes) for changes in same}) == 1
-    halves = {label: {"rate": 0.5} for label in job.methods}
-    other = [{"budget_configs": halves}, {"task_config": {"name": "x"}}]
+    halves = {label: own._replace(budget={"rate": 0.5}) for label, own in job.configs.items()}
+    other = [{"configs": halves}, {"task_config": {"name": "x"}}]
     other += [{"session": with_session(job, seed=1).session}]
     other += [{"session": with_session(job, compress_after="context").session}]
     other += [{"session": with_session(job, decode="eager").session}]
     assert len({folder(**changes) for changes in [{}, *other]}) == 6
     # exact does not look at the budget: one run serves every rate
-    assert folder("exact", budget_configs=halves) == folder("exact")
+    assert folder("exact", configs=halves) == folder("exact")
     changed = {**job.methods, "uniform": (Changed(), SMALL)}
     assert folder("uniform", methods=changed) != folder("uniform")
     assert folder(methods=changed) == folder()

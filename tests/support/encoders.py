@@ -70,7 +70,7 @@ def chat() -> PromptEncoder:
 
 
 def ids_of(example: Any) -> list[int]:
-    """All tokens of a complete prompt."""
+    """All tokens of a prompt."""
     return [*(example.context_ids or ()), *(example.question_ids or ())]
 
 

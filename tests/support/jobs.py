@@ -15,7 +15,7 @@ from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.prompts import PromptEncoder
-from kvbench.run.job import Job
+from kvbench.run.job import Job, MethodConfig
 from kvbench.run.plan import TaskPlan
 from kvbench.run.session import Session
 from kvbench.tasks.base import Example, Task
@@ -84,10 +84,8 @@ def make_job(tmp_path: Path, methods: dict[str, Any] | None = None, **changes: A
         session=session,
         plan=changes.pop("plan", None) or TaskPlan(changes.pop("echo", Echo())),
         methods={label: (method, SMALL) for label, method in methods.items()},
-        method_names={label: label for label in methods},
-        method_configs={label: {"name": label} for label in methods},
+        configs={label: MethodConfig(label, {"name": label}, {"rate": 0.25}) for label in methods},
         task_config={"name": "echo"},
-        budget_configs={label: {"rate": 0.25} for label in methods},
     )
     return replace(job, **changes)
 

@@ -150,7 +150,6 @@ def test_balancekv_prompts_llama_plainly(llama: Any) -> None:
         assert ids_of(example) == llama.tokenizer.encode(example.context + example.question)
         assert ids_of(example)[0] == llama.tokenizer.bos_token_id
         assert example.end_ids == ends
-        assert example.complete
         assert example.may_be_empty
 
 
