@@ -188,7 +188,8 @@ def score_folder(arguments: Sequence[str]) -> int:
             f"kvbench score has {list(arguments) or 'nothing'}; allowed: an experiment's folder and "
             "metric=<metric>"
         )
-    return score_by(Path(next(iter(values))).expanduser(), metric)
+    score_by(Path(next(iter(values))).expanduser(), metric)
+    return 0
 
 
 def prune_folder(arguments: Sequence[str]) -> int:
@@ -202,7 +203,8 @@ def prune_folder(arguments: Sequence[str]) -> int:
         raise UserError(
             f"kvbench prune has {folders or 'nothing'}; allowed: an experiment's folder"
         )
-    return prune(Path(folders[0]).expanduser(), sure="yes=true" in arguments)
+    prune(Path(folders[0]).expanduser(), sure="yes=true" in arguments)
+    return 0
 
 
 def _swept(jobs: Sequence[Sequence[str]]) -> str:

@@ -58,16 +58,13 @@ def _print_tables(experiment: Experiment) -> None:
     terminal([table for table in tables if table.kind == "overview"] or tables)
 
 
-def score_by(folder: Path, metric: str) -> int:
+def score_by(folder: Path, metric: str) -> None:
     """Score the stored answers of an experiment by another metric, print their tables, and write the
     scores to ``<folder>/scores/<metric>.csv``. Records stay as they are; no model is loaded.
 
     Raises:
         UserError: an unknown metric, or answers that ended before their own end, as soon as the score of
             their own task was settled.
-
-    Returns:
-        The exit status.
     """
     import pandas as pd
 
@@ -107,17 +104,13 @@ def score_by(folder: Path, metric: str) -> int:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, pd.concat(rows).to_csv(index=False).encode())
     print(printable(f"scores: {path}"))
-    return 0
 
 
-def prune(folder: Path, *, sure: bool) -> int:
+def prune(folder: Path, *, sure: bool) -> None:
     """List the runs of an experiment that are left aside, and remove them if that is meant.
 
     Args:
         sure: whether to remove them without a question. It is asked where somebody can answer.
-
-    Returns:
-        The exit status.
     """
     if not folder.is_dir():
         raise UserError(f"prune has {str(folder)!r}; allowed: the folder of an experiment")
@@ -127,17 +120,16 @@ def prune(folder: Path, *, sure: bool) -> int:
         print(printable(f"{run.folder}: {line}"))
     if not runs:
         print(printable(f"nothing is left aside in {folder}"))
-        return 0
+        return
     if not sure and sys.stdin.isatty():
         sure = input(f"remove these {len(runs)} folders? [y/N] ").strip().lower() in ("y", "yes")
     if not sure:
         complain("nothing was removed; to remove these folders: yes=true")
-        return 0
+        return
     for run in runs:
         with disk_errors(run.folder):
             shutil.rmtree(run.folder)
     print(f"removed {len(runs)} folders")
-    return 0
 
 
 def write_page(folder: Path) -> list[str]:

@@ -33,14 +33,13 @@ import numpy as np
 import pandas as pd
 import yaml
 from _item import COMMENT, RunNote, means_of, write_item_page
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from pandas.api.types import is_numeric_dtype
 
-from kvbench.cli.build import constructed, model_line
+from kvbench.cli.build import model_line
 from kvbench.cli.config import composed, expanded, hydra_of_conf
+from kvbench.cli.construct import constructed
 from kvbench.cli.items import paper_items
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.model import ModelSpec, resolve_device, resolve_dtype
@@ -137,26 +136,28 @@ class Run(SimpleNamespace):
         """Make what model and task name, without loading anything; a line that says what was checked."""
         if self.synthetic:
             return "settings checked: no model is read"
-        config: Any = OmegaConf.to_container(self.config(), resolve=True)
-        spec: ModelSpec = constructed(config["model"], "model", ModelSpec)
-        task: Task = constructed(config["task"], "task", Task)
-        return f"settings checked: {model_line(spec)}, task {type(task).__name__}"
+        task = type(self.task()).__name__
+        return f"settings checked: {model_line(self._made('model', ModelSpec))}, task {task}"
 
-    def config(self, *more: str) -> Any:
-        """Model and task, with further overrides, as the command line of kvbench composes them."""
+    def task(self, *more: str) -> Any:
+        """The task, with further overrides."""
+        return self._made("task", Task, *more)
+
+    def _made(self, key: str, kind: type, *more: str) -> Any:
+        """Model or task, as the command line of kvbench makes them."""
         with hydra_of_conf() as hydra:
-            return composed(hydra, expanded([*self.overrides, *more]))
+            config = composed(hydra, expanded([*self.overrides, *more]))
+        return constructed(OmegaConf.to_container(config[key], resolve=True), key, kind)
 
     @cached_property
     def session(self) -> Session:
-        spec = instantiate(self.config().model, _convert_="all")
+        spec: ModelSpec = self._made("model", ModelSpec)
         device = resolve_device(self.device)
         return Session(spec, device, resolve_dtype(self.dtype, device, spec.dtype), self.seed)
 
     def prompts(self, *more: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Id and tokens of the task's first `limit` prompts; `more`: further overrides."""
-        task = instantiate(self.config(*more).task, _convert_="all")
-        for prompt in encoded_prompts(task, self.session, self.limit):
+        for prompt in encoded_prompts(self.task(*more), self.session, self.limit):
             yield prompt.example.id, prompt.ids
 
     def layer_numbers(self, layers: Any) -> list[int]:
@@ -293,6 +294,6 @@ def started(main: Any) -> None:
     and the exit status 2."""
     try:
         main(sys.argv[1:])
-    except (UserError, HydraException) as error:
-        complain(str(error if isinstance(error, UserError) else error.__cause__ or error))
+    except UserError as error:
+        complain(str(error))
         sys.exit(2)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from _common import Run, started
-from hydra.utils import instantiate
 from torch import Tensor
 
 from kvbench.engine.architecture import compressible_layers
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if unknown := set(run.methods) - {*CACHED, "recomputed"}:
         raise UserError(f"methods has {sorted(unknown)}; allowed: {', '.join(CACHED)}, recomputed")
-    task = instantiate(run.config().task, _convert_="all")
+    task = run.task()
     session, encoder = run.session, run.session.encoder
     layers = session.model.config.get_text_config().num_hidden_layers
     if len(compressible_layers(session.model)) < layers:

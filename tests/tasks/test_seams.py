@@ -217,7 +217,10 @@ class Slow:
         ({"context_ids": (3, 97), "question_ids": (5,)}, "97"),
         ({"context_ids": (3, 96), "question_ids": (-1,)}, "-1"),
         ({"context_ids": (3, 96), "question_ids": (5,)}, None),
-        ({"context": "", "question_ids": (5,), "history": "golden", "golden": "river"}, r"\d{3}"),
+        (
+            {"context_ids": (), "question_ids": (5,), "history": "golden", "golden": "river"},
+            r"\d{3}",
+        ),
     ],
 )
 def test_token_ids_beyond_the_vocabulary_are_refused_before_a_model_reads_them(
