@@ -50,14 +50,14 @@ def build_job(settings: Settings, shared: dict[str, Any] | None = None) -> Job:
     if not re.search(r"\w", spec.label):  # its results' folder could not be named after it
         raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     # Each method under each budget, by a label; a method that no budget changes is there once.
-    several = next((key for key, value in settings.budget.items() if isinstance(value, list)), "")
     methods: dict[str, tuple[Method, Budget]] = {}
     configs: dict[str, MethodConfig] = {}
     for name, method in methods_of(settings.methods).items():
-        for config in settings.budgets[: None if method.uses_budget else 1]:
-            at = f" at {several} {config[several]}" if several and method.uses_budget else ""
-            methods[name + at] = method, constructed(config, "budget", Budget)
-            configs[name + at] = MethodConfig(name, settings.methods[name], config)
+        for at, config in settings.budgets.items():
+            label = name + at if method.uses_budget else name
+            if label not in methods:
+                methods[label] = method, constructed(config, "budget", Budget)
+                configs[label] = MethodConfig(name, settings.methods[name], config)
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, settings.limit) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()

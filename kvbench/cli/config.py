@@ -416,7 +416,8 @@ class Settings:
         if not settings.methods:
             raise UserError("no method is chosen; allowed: method=[...]")
         check_options(settings, "", UserError)
-        for budget in settings.budgets:  # kvbench.kv, where configs say that it is, imports torch
+        for budget in settings.budgets.values():
+            # Not of kvbench.kv, where configs say that it is: that imports torch.
             constructed({**budget, "_target_": "kvbench.budget.Budget"}, "budget", Budget)
         constructed(settings.sampling, "sampling", Sampling)
         for key, hint in _LOGGER.items():
@@ -427,9 +428,10 @@ class Settings:
         return settings
 
     @property
-    def budgets(self) -> list[Keys]:
+    def budgets(self) -> dict[str, Keys]:
         """The budgets that every method gets: one, or one for each value of a list such as
-        ``budget.rate=[0.5,0.25]``."""
+        ``budget.rate=[0.5,0.25]``; by what a label has behind the method's name: nothing, or
+        ``at rate 0.5``."""
         lists = {key: value for key, value in self.budget.items() if isinstance(value, list)}
         if len(lists) > 1:
             raise UserError(
@@ -438,8 +440,8 @@ class Settings:
         for key, values in lists.items():
             if not values or len(set(map(str, values))) < len(values):
                 raise UserError(f"budget.{key} is {values}; allowed: different numbers")
-            return [{**self.budget, key: value} for value in values]
-        return [self.budget]
+            return {f" at {key} {value}": {**self.budget, key: value} for value in values}
+        return {"": self.budget}
 
     def _refuse_secrets(self) -> None:
         names = {

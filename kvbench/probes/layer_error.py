@@ -103,6 +103,17 @@ def logits_of(keys: Tensor, queries: Tensor, layer: LayerKV) -> Tensor:
     return softcapped(logits, layer.softcap)
 
 
+def seen_logits(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
+    """`logits_of` queries at the positions first, first + 1, ... against compressed entries, weights
+    included; -inf for an entry of a later position."""
+    logits = logits_of(compressed.keys, queries, layer)
+    if compressed.log_weights is not None:
+        logits = logits + compressed.log_weights.double()[:, :, None, None]
+    positions = torch.arange(first, first + queries.shape[2], device=queries.device)
+    later = compressed.positions[:, :, None, None, :] > positions[:, None]
+    return logits.masked_fill(later, -torch.inf)
+
+
 def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
     """The attention outputs z_j, [1, heads, m, d] float64, of queries [1, heads, m, d] at the positions
     first, first + 1, ... over the compressed entries; a query does not see entries of later positions.
@@ -110,13 +121,9 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
     `layer` is the layer that was compressed: of its scaling, softcap and sinks.
     """
     batch, heads, m, _ = queries.shape
-    logits = logits_of(compressed.keys, queries, layer)
-    if compressed.log_weights is not None:
-        logits = logits + compressed.log_weights.double()[:, :, None, None]
-    positions = torch.arange(first, first + m, device=queries.device)
-    later = compressed.positions[:, :, None, None, :] > positions[:, None]
+    logits = seen_logits(compressed, queries, first, layer)
     sinks = None if layer.sinks is None else layer.sinks.view(logits.shape[1], -1, 1)
-    weights = softmax(logits.masked_fill(later, float("-inf")), sinks)
+    weights = softmax(logits, sinks)
     out = weights[..., compressed.keys_only :] @ compressed.values.double()[:, :, None]
     if compressed.denominators is not None:
         value_range = None

@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -48,37 +48,33 @@ def aside_of(
     Args:
         upcoming: runs that are about to start, by folder, as if they had.
     """
+    upcoming = upcoming or {}
     paths = sorted(Path(experiment_folder).glob(f"*/*/*/{MANIFEST}"))
-    manifests = {path.parent: read_manifest(path) for path in paths} | dict(upcoming or {})
-    known = {folder: manifest for folder, manifest in manifests.items() if _says_its_code(manifest)}
-    order = sorted(known, key=lambda folder: _started(known[folder]))
-    order = [*(folder for folder in order if folder not in (upcoming or {})), *(upcoming or {})]
-    latest: dict[Any, Path] = {}  # by settings
-    weights: dict[Any, Any] = {}  # by model
-    source: dict[str, str] = {}
-    of_classes: dict[Any, Mapping[str, str]] = {}
-    for folder in order:
-        identity = known[folder].get("identity") or {}
-        latest[_key(folder, known[folder])] = folder
-        own_source = of_classes[_classes(folder, known[folder])] = identity.get("source") or {}
-        source |= own_source
-        if identity.get("weights") is not None:
-            weights[_model(folder, known[folder])] = identity["weights"]
+    manifests = {path.parent: read_manifest(path) for path in paths} | dict(upcoming)
+    runs = [_Run(folder, manifest) for folder, manifest in manifests.items()]
+    known = [run for run in runs if run.says_its_code]
+    known.sort(key=lambda run: (run.folder in upcoming, run.started))
+    latest = {run.settings: run for run in known}
+    weights = {run.model: run.weights for run in known if run.weights is not None}
+    classes = {run.classes: run.source for run in known}
+    code = {file: digest for run in known for file, digest in run.source.items()}
     found = []
-    for folder, manifest in manifests.items():
-        if folder in (upcoming or {}):
+    for run in runs:
+        if run.folder in upcoming:
             continue
-        if folder not in known:
+        if not run.says_its_code:
             why = OLD if known else ""
         else:
-            own = manifest.get("identity") or {}
-            current = known[latest[_key(folder, manifest)]].get("identity") or {}
-            why = _why(own, current) if latest[_key(folder, manifest)] != folder else ""
-            now = {name: source[name] for name in of_classes[_classes(folder, manifest)]}
-            of_model = {"source": now, "weights": weights.get(_model(folder, manifest))}
-            why = why or _why(own, {**own, **of_model})
+            why = _why(run.identity, latest[run.settings].identity)
+            now = {file: code[file] for file in classes[run.classes]}
+            current = {**run.identity, "source": now, "weights": weights.get(run.model)}
+            why = why or _why(run.identity, current)
         if why:
-            found.append(_aside(folder, manifest, why))
+            records = sum(len(complete_lines(path)[0]) for path in record_files(run.folder))
+            date = "no date"
+            with suppress(ValueError):  # of a manifest that somebody wrote
+                date = f"{datetime.fromisoformat(run.started):%d %b %Y}".lstrip("0")
+            found.append(Aside(run.folder, records, why, date))
     return found
 
 
@@ -94,12 +90,51 @@ def lines_of(runs: Iterable[Aside]) -> list[str]:
     ]
 
 
-def _aside(folder: Path, manifest: Manifest, why: str) -> Aside:
-    records = sum(len(complete_lines(path)[0]) for path in record_files(folder))
-    date = "no date"
-    with suppress(ValueError):  # of a manifest that somebody wrote
-        date = f"{datetime.fromisoformat(_started(manifest)):%d %b %Y}".lstrip("0")
-    return Aside(folder, records, why, date)
+@dataclass(frozen=True)
+class _Run:
+    """A run by its folder and manifest, and what it has in common with others."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def says_its_code(self) -> bool:
+        return int(self.manifest.get("format", 1)) >= 2
+
+    @property
+    def started(self) -> str:
+        return str(self.manifest.get("started") or "")
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return self.manifest.get("identity") or {}
+
+    @property
+    def source(self) -> Mapping[str, str]:
+        return self.identity.get("source") or {}
+
+    @property
+    def weights(self) -> Any:
+        return self.identity.get("weights")
+
+    @property
+    def model(self) -> tuple[Any, ...]:
+        """A model as it was asked for: two revisions of one name are no replacement of each other."""
+        asked = self.manifest.get("model_asked") or {}
+        return self.folder.parts[-3], *(asked.get(key) for key in ("path", "revision", "tokenizer"))
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Model, task, method and settings: of the runs that have them in common the last one counts."""
+        settings = self.manifest.get("settings_hash") or self.manifest.get("config_hash")
+        return self.model, self.folder.parts[-2], self.manifest.get("method"), settings
+
+    @property
+    def classes(self) -> tuple[Any, ...]:
+        """The classes that decide which files a run's code has. A file of kvbench is among them only
+        while it is edited."""
+        texts = {*_texts(self.identity.get("method")), *_texts(self.identity.get("task"))}
+        return self.folder.parts[-2], self.manifest.get("method"), *sorted(texts)
 
 
 def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -108,7 +143,13 @@ def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     now: Mapping[str, str] = ours.get("source") or {}
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if names:
-        return f"an earlier {' and '.join(_few(list(map(_file, names))))}"
+        files = [  # as a user calls them; what is no module's name stays
+            f"{name.rpartition('.')[2]}.py" if name.replace(".", "").isidentifier() else name
+            for name in names
+        ]
+        if len(files) > 3:
+            files[2:] = [f"{len(files) - 2} other files"]
+        return f"an earlier {' and '.join(files)}"
     if theirs.get("weights") not in (None, ours.get("weights")):
         return "other weights"
     older = [
@@ -117,43 +158,6 @@ def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         if theirs.get(key, 1) != ours.get(key, 1)
     ]
     return " and ".join(older)
-
-
-def _few(names: Sequence[str]) -> list[str]:
-    return [*names] if len(names) <= 3 else [*names[:2], f"{len(names) - 2} other files"]
-
-
-def _file(module: str) -> str:
-    """The file of a module as a user calls it; what is no module's name stays."""
-    return f"{module.rpartition('.')[2]}.py" if module.replace(".", "").isidentifier() else module
-
-
-def _says_its_code(manifest: Manifest) -> bool:
-    return int(manifest.get("format", 1)) >= 2
-
-
-def _settings(manifest: Manifest) -> Any:
-    return manifest.get("settings_hash") or manifest.get("config_hash")
-
-
-def _key(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """Model, task, method and settings: of the runs that have them in common the last one counts."""
-    model = _model(folder, manifest)
-    return model, folder.parts[-2], manifest.get("method"), _settings(manifest)
-
-
-def _model(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """A model as it was asked for: two revisions of one name are no replacement of each other."""
-    asked = manifest.get("model_asked") or {}
-    return folder.parts[-3], *(asked.get(key) for key in ("path", "revision", "tokenizer"))
-
-
-def _classes(folder: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """The classes that decide which files a run's code has. A file of kvbench is among them only while
-    it is edited."""
-    identity = manifest.get("identity") or {}
-    texts = {*_texts(identity.get("method")), *_texts(identity.get("task"))}
-    return folder.parts[-2], manifest.get("method"), *sorted(texts)
 
 
 def _texts(config: Any) -> Iterator[str]:
@@ -166,7 +170,3 @@ def _texts(config: Any) -> Iterator[str]:
     elif isinstance(config, list | tuple):
         for part in config:
             yield from _texts(part)
-
-
-def _started(manifest: Manifest) -> str:
-    return str(manifest.get("started") or "")

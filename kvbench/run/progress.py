@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
 from typing import Any
@@ -64,11 +64,11 @@ class Progress:
         self.doing = f"{self.done} of {total} on disk"
         self._show(self, self.done > 0)
 
-    def add(self, method: str, score: float | None) -> None:
-        if score is not None:
-            self._scores.setdefault(method, []).append(score)
-
-    def item_done(self) -> None:
+    def item_done(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Note an item's records, which are on disk."""
+        for record in records:
+            if record.get("score") is not None:
+                self._scores.setdefault(record["method"], []).append(record["score"])
         self.done += 1
         if self.done == self.total:
             self.doing = "done"

@@ -300,12 +300,10 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
         seconds["load"] = begun - since
         for of_item in Runner(job).run(work):
             for fields in of_item:
-                record, label = job.record(fields), fields["method"]
-                written += stores[label].append(record)
-                progress.add(label, record.get("score"))
+                written += stores[fields["method"]].append(job.record(fields))
             for phase, value in _passes(of_item).items():
                 seconds[phase] += value
-            progress.item_done()
+            progress.item_done(of_item)
         passes = sum(seconds.values()) - seconds["load"]
         seconds["score"] = max(0.0, time.monotonic() - begun - passes)
         own = record_ids(job.items)

@@ -39,13 +39,16 @@ def encode_shared(
     longest run of tokens that all its questions share, and a token across the seam is the question's.
     """
     if not callable(encoder.tokenizer):  # it cannot say which characters a token stands for
-        return tuple(encode_start(encoder, context)), [
-            (
-                *encoder.encode_text(question if encoder.suffix_ids else question + prefix),
-                *_suffix_and(encoder, prefix),
-            )
-            for question, prefix in questions
-        ]
+        rests = []
+        for question, prefix in questions:
+            if encoder.suffix_ids:
+                begun = _answer_prefix(encoder, prefix)
+                rest = [*encoder.encode_text(question), *encoder.suffix_ids]
+                rest += encoder.encode_text(begun) if begun else ()
+            else:
+                rest = encoder.encode_text(question + prefix)
+            rests.append(tuple(rest))
+        return tuple(encode_start(encoder, context)), rests
     prompts = [_encode_whole(encoder, context, *question) for question in questions]
     # What a question changes of the tokens before it belongs to it.
     columns = zip(*(ids for ids, _ in prompts), strict=False)
@@ -63,14 +66,6 @@ def _encode_whole(
     ids, cut = encoder.encode_prompt(text, len(head), special=False)
     begin = () if encoder.before else encoder.prefix_ids
     return (*begin, *ids[:cut]), tuple(ids[cut:])
-
-
-def _suffix_and(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
-    """The tokens of a chat template after the user's message, and of the answer's `prefix`."""
-    if not encoder.suffix_ids:
-        return ()
-    prefix = _answer_prefix(encoder, prefix)
-    return (*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else ()))
 
 
 def _answer_prefix(encoder: PromptEncoder, prefix: str) -> str:

@@ -51,7 +51,14 @@ class RunningText(Task):
         if self.files:
             return texts_of_files("files", self.files)
         if self.dataset:
-            return self._texts_of_rows(rows)
+            found = self._source.hub_rows(rows)
+            for row in found:
+                if self.column not in row:
+                    raise TaskError(
+                        f"task.column is {self.column!r}, which {self.dataset} has not; allowed: "
+                        f"{', '.join(row)}"
+                    )
+            return [(f"row {n}", str(row[self.column])) for n, row in enumerate(found)]
         documents = []
         for number in range(count):
             # As many sentences as tokens are enough, since every sentence has several tokens.
@@ -62,16 +69,6 @@ class RunningText(Task):
     @property
     def _source(self) -> Source:
         return Source("text", dataset=self.dataset, config=self.config, split=self.split)
-
-    def _texts_of_rows(self, most: int) -> Sequence[tuple[str, str]]:
-        rows = self._source.hub_rows(most)
-        for row in rows:
-            if self.column not in row:
-                raise TaskError(
-                    f"task.column is {self.column!r}, which {self.dataset} has not; allowed: "
-                    f"{', '.join(row)}"
-                )
-        return [(f"row {n}", str(row[self.column])) for n, row in enumerate(rows)]
 
     def digests(self) -> Mapping[str, str]:
         return self._source.digests() if self.dataset else file_digests(self.files)

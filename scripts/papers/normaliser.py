@@ -18,18 +18,13 @@ from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import compress_measured, held_out, logits_of
+from kvbench.probes.layer_error import compress_measured, held_out, seen_logits
 
 
 def log_sums(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
     """Log of the estimated sum of exponentials of the queries at positions first, first + 1, ...:
     [1, heads, m] float64; NaN where signed weights make it negative."""
-    logits = logits_of(compressed.keys, queries, layer)
-    if compressed.log_weights is not None:
-        logits = logits + compressed.log_weights.double()[:, :, None, None]
-    positions = torch.arange(first, first + queries.shape[2], device=queries.device)
-    later = compressed.positions[:, :, None, None] > positions[:, None]
-    logits = logits.masked_fill(later, -torch.inf)
+    logits = seen_logits(compressed, queries, first, layer)
     largest = logits.amax(-1, keepdim=True)
     terms = (logits - largest).exp()
     if compressed.denominators is not None:

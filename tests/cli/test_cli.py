@@ -230,11 +230,10 @@ def test_the_time_left_is_that_of_the_items_so_far(monkeypatch: Any) -> None:
     assert watched.left is None, "six were on disk"
     for left in (6.0, 4.0, 2.0, 0.0):
         now += 2
-        watched.item_done()
+        watched.item_done([])
         assert watched.left == left
     watched.begin([], total=10, labels="gabcdef")
-    for method in "abcdefg":
-        watched.add(method, 0.5)
+    watched.item_done([{"method": method, "score": 0.5} for method in "abcdefg"])
     assert str(watched).endswith("; g 0.50  a 0.50  b 0.50  c 0.50  d 0.50  and 2 more")
 
 
