@@ -90,7 +90,7 @@ class Jobs:
         argv: the command line as typed, which manifests hold.
 
     Attributes:
-        names: of the jobs of a sweep. Each of several jobs is announced by its name in one line.
+        names: the names of a sweep's jobs. Each of several jobs is announced by its name in one line.
         outcomes: those of the jobs that have ended.
     """
 
@@ -227,7 +227,7 @@ class Launcher(launcher.Launcher):
     """Runs each job of a sweep by `work` in another process, and prints a line as each ends.
 
     Attributes:
-        folder: of scripts, outcomes and logs; no other user can read it.
+        folder: holds orders, outcomes and logs; no other user can read it.
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:

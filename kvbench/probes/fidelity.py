@@ -24,7 +24,7 @@ from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, read_prompt
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, reading_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError, Tokens
 
@@ -193,7 +193,7 @@ class FidelityProbe(Probe):
                 by_label[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
         later = encoded.question_ids if session.compress_after == "context" else ()
         room = longest + len(later)
-        reading = read_prompt(encoded, by_label, session, name=item.id, room=room)
+        reading = reading_of(encoded, by_label, session, name=item.id, room=room)
         if later:
             reading.lead = later
         reference = reading.rows[0]

@@ -135,7 +135,7 @@ def estimate(compressed: CompressedKV, queries: Tensor, first: int, layer: Layer
     return out.view(batch, heads, m, -1)
 
 
-def held_out(kv: LayerKV, asked: int) -> tuple[LayerKV, Tensor, int]:
+def hold_out(kv: LayerKV, asked: int) -> tuple[LayerKV, Tensor, int]:
     """The layer without its last `asked` queries, these queries, and the position of the first."""
     assert kv.queries is not None
     first = kv.n - asked
@@ -355,7 +355,7 @@ class LayerError(Probe):
         score = "relative_error" if self.metric == "per_query" else f"{self.metric}_error"
         for layer, kv in self._layers(item, session):
             check.check_finite(kv)
-            shown, queries, first = held_out(kv, self.exact)
+            shown, queries, first = hold_out(kv, self.exact)
             exact = estimate(keep_all(kv), queries, first, kv)
             if not self.held_out:
                 shown = kv

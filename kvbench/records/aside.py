@@ -25,8 +25,8 @@ class Aside:
     """A run folder that is left aside.
 
     Attributes:
-        why: what its records are of.
-        date: of its last start.
+        why: the code or weights of its records.
+        date: the day of its last start.
     """
 
     folder: Path

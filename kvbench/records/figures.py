@@ -29,7 +29,7 @@ class Bars:
 
     Attributes:
         repeat: the record field over whose values the standard deviation is drawn.
-        ylabel: of the axis; by default the field's name.
+        ylabel: the name of the y axis; by default the field's.
     """
 
     x: str

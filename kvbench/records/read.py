@@ -23,10 +23,11 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.records import schema
 from kvbench.records.schema import (
     COMMON_FIELDS,
     NUMBER_FIELDS,
+    Manifest,
+    Record,
     StoreError,
     disk_errors,
     parsed,
@@ -101,7 +102,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     """
     files = [
         [
-            parsed(schema.RECORD, line, f"{path}, line {number}")
+            parsed(Record, line, f"{path}, line {number}")
             for number, line in enumerate(complete_lines(path)[0], 1)
         ]
         for path in record_files(folder)
@@ -124,7 +125,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     with disk_errors(path):
         content = path.read_bytes()
     where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
-    return parsed(schema.MANIFEST, content, where)
+    return parsed(Manifest, content, where)
 
 
 def read_examples(folder: Path) -> frozenset[str] | None:
@@ -134,7 +135,7 @@ def read_examples(folder: Path) -> frozenset[str] | None:
         return None
     with disk_errors(path):
         content = path.read_bytes()
-    return frozenset(parsed(schema.EXAMPLES, content, f"{path} (it may be removed)"))
+    return frozenset(parsed(list[str], content, f"{path} (it may be removed)"))
 
 
 def complete_lines(path: Path) -> tuple[list[bytes], int]:

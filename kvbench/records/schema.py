@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
@@ -151,16 +152,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise StoreError(line) from error
 
 
-RECORD: TypeAdapter[Any] = TypeAdapter(Record)
-MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
-EXAMPLES: TypeAdapter[Any] = TypeAdapter(list[str])
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def parsed(adapter: TypeAdapter[Any], content: bytes, where: str) -> Any:
-    """A record, a manifest or a list of example ids from its JSON, as `adapter` checks it; an error
-    begins with `where`. Common fields that are numbers become floats."""
+def parsed(kind: Any, content: bytes, where: str) -> Any:
+    """A `Record`, a `Manifest` or a list of example ids from its JSON; an error begins with `where`.
+    Common fields that are numbers become floats."""
     try:
-        return adapter.validate_json(content)
+        return _adapter(kind).validate_json(content)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = problems[0]

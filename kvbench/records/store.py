@@ -36,7 +36,7 @@ from kvbench.records.read import (
     read_statuses,
     record_files,
 )
-from kvbench.records.schema import FORMAT, RECORD, StoreError, disk_errors, parsed
+from kvbench.records.schema import FORMAT, Record, StoreError, disk_errors, parsed
 
 START_KEYS = ("started", "command", "shard", "code_revision", "versions", "hardware")
 """The manifest keys that differ from one start of a run to another, kept of every start."""
@@ -215,7 +215,7 @@ class RecordStore:
         where = f"{self.path}, example {record.get('example_id')!r:.80}"
         text = without_keys(json.dumps(jsonable(record, where), ensure_ascii=False))
         line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
-        example_id = parsed(RECORD, line, where)["example_id"]
+        example_id = parsed(Record, line, where)["example_id"]
         if self.statuses.get(example_id) == "ok":
             return False
         with disk_errors(self.path):

@@ -251,7 +251,7 @@ class TaskPlan(Plan):
             asked = _conversations(item, session)
             first = item.examples[0]
             room = room_of(asked)
-            reading = read_prompt(first, methods, session, name=first.context, room=room)
+            reading = reading_of(first, methods, session, name=first.context, room=room)
             kept.append(strips_by_label(reading.rows, reading.n) if item.notes_kept else {})
             talks.append((reading, asked))
         answers = converse(
@@ -412,7 +412,7 @@ def _conversations(item: WorkItem, session: Session) -> list[list[Question]]:
     ]
 
 
-def read_prompt(
+def reading_of(
     encoded: EncodedExample, methods: Methods, session: Session, *, name: str, room: int
 ) -> Reading:
     """Prefill a prompt, or its context, and compress it by every method; `name` seeds their draws."""
@@ -438,7 +438,7 @@ def _warm_up(item: WorkItem, methods: Methods, session: Session) -> None:
     question = replace(_conversations(item, session)[0][0], stopping=Stopping(2))
     try:
         first, room = item.examples[0], room_of([[question]])
-        reading = read_prompt(first, new, session, name=first.context, room=room)
+        reading = reading_of(first, new, session, name=first.context, room=room)
         asked = [(reading, row, question) for row in reading.rows]
         answer(session.model, asked, sampling=session.sampling, steps=session.steps)
     except Exception as failure:  # noqa: BLE001 - the example's own run will fail so, and record it

@@ -260,7 +260,7 @@ class JobResult:
         written: the number of records that were written now; the others were on disk before.
         records: the number of this job's records.
         complete: whether every item, those of other shards included, has a record of every method.
-        seconds: of this job by phase, see `kvbench.records.log`.
+        seconds: the time of each phase, see `kvbench.records.log`.
     """
 
     folders: Mapping[str, Path]

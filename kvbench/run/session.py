@@ -103,7 +103,6 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self.once("tokenizer", None, lambda: load_tokenizer(self.spec))
 
     @cached_property

@@ -1,5 +1,5 @@
-"""What the scripts of this folder share: the command line, the model and its prompts, their layers, and
-what a run leaves behind.
+"""The frame of the scripts of this folder: the command line, the model and its prompts, their layers,
+and the files of a run.
 
 Every script takes words of the form key=value:
 

@@ -31,7 +31,7 @@ from kvbench.probes.layer_error import (
     SyntheticLayers,
     compress_measured,
     estimate,
-    held_out,
+    hold_out,
     relative_errors,
 )
 
@@ -99,7 +99,7 @@ def layers(run: Run) -> Iterator[tuple[str, int, LayerKV]]:
 
 def errors_of_layer(run: Run, prompt: str, layer: int, kv: LayerKV) -> Iterator[dict[str, Any]]:
     """A row for each rate, draw and variant."""
-    seen, queries, first = held_out(kv, run.exact)
+    seen, queries, first = hold_out(kv, run.exact)
     exact = estimate(keep_all(kv), queries, first, kv)
     for rate in run.rates:
         budget = Budget(rate=rate, sink=run.exact, window=run.exact)

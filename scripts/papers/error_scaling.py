@@ -85,7 +85,7 @@ class Sample:
 
 
 def samples(run: Run) -> Iterator[Sample]:
-    """Of random data every draw has new tensors, too; of a model only the methods draw anew."""
+    """Random data are drawn anew for every draw of the methods; a model's layers stay."""
     if run.synthetic:
         for draw, (name, options) in product(range(run.draws), data_sets(run.data).items()):
             seed = SEED_STRIDE * run.seed + draw

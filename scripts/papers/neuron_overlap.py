@@ -27,7 +27,7 @@ TEXTS = {
     "amazon": "task.dataset=fancyzhx/amazon_polarity task.config=null task.column=content",
     "code": "task.dataset=openai/openai_humaneval task.config=null task.column=canonical_solution",
 }
-"""What differs from WikiText-103, by kind of text; mirrors on the Hub."""
+"""The options in which a kind of text differs from WikiText-103; mirrors on the Hub."""
 
 
 def overlap(first: Tensor, second: Tensor) -> dict[str, float | None]:

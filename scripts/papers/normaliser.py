@@ -18,7 +18,7 @@ from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import compress_measured, held_out, seen_logits
+from kvbench.probes.layer_error import compress_measured, hold_out, seen_logits
 
 
 def log_sums(compressed: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     rows = []
     for prompt, layer, kv in run.every_layer():
-        seen, queries, first = held_out(kv, run.asked)
+        seen, queries, first = hold_out(kv, run.asked)
         exact = log_sums(keep_all(kv), queries, first, kv)
         budget = Budget(rate=run.rate, sink=run.asked, window=run.asked)
         for name in run.methods:

@@ -97,7 +97,7 @@ class Reading(Pass):
         self.layers: dict[int, tuple[Tensor, ...]] = {}
 
     def with_new(self, layer: int, *new: Tensor) -> list[Tensor]:
-        """What the layer holds, each part with its new rows (along dimension -2) behind it."""
+        """The layer's entries, each part with its new rows (along dimension -2) behind it."""
         held = self.layers.get(layer, tuple(x[..., :0, :] for x in new))
         return [torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)]
 
