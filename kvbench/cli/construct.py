@@ -96,5 +96,5 @@ def methods_of(nodes: Mapping[str, Any]) -> dict[str, Method]:
     methods: dict[str, Method] = {}
     for label, node in nodes.items():
         methods[label] = constructed(node, f"methods.{label}", Method)
-        methods[label].quantization()
+        methods[label].quantization()  # refuses options that its scheme does not allow
     return methods

@@ -18,7 +18,7 @@ from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.released_masks import is_mask
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe, failed
-from kvbench.run.plan import Fields, Methods, WorkItem
+from kvbench.run.plan import Fields, Methods, Work, WorkItem
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens, in_turn
 from kvbench.tasks.data import folder_digests
@@ -114,7 +114,8 @@ class HarnessTask(Probe):
             by_task.append(items)
         return in_turn(by_task)
 
-    def run(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
+    def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
+        ((item, methods),) = work
         task, requests, encoding = item.payload
         encoder = encoding()
         shared = {

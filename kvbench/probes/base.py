@@ -1,15 +1,10 @@
-"""The base class of probes, which holds what reports read of a probe; the prompts of a task as tokens; a
-type of options.
-
-The upper limits of options lie far above what a run could finish: they refuse typing errors.
-"""
+"""The base class of probes, which holds what reports read of a probe, and the prompts of a task as
+tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-from annotated_types import Ge, Le
+from typing import Any, ClassVar
 
 from kvbench.errors import one_line
 from kvbench.errors.options import check_options
@@ -18,9 +13,6 @@ from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Plan, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
-
-Repeats = Annotated[int, Ge(1), Le(100_000)]
-"""Repetitions, each of which is a record of its own."""
 
 
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:

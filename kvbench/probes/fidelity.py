@@ -21,12 +21,12 @@ from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed, places
+from kvbench.probes.base import Probe, encoded_prompts, failed, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Fields, Methods, Work, WorkItem, reading_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import Task, TaskError, Tokens
+from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
 REFERENCE = "(reference)"
 EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
@@ -129,7 +129,7 @@ class FidelityProbe(Probe):
     lower_is_better: ClassVar[bool] = True
 
     prompts: Task
-    num_prompts: Repeats = 16
+    num_prompts: Many = 16
     continuation: Literal["greedy", "given"] = "greedy"
     tokens: Tokens = 64
     rates: Several[Share] | None = None

@@ -23,11 +23,11 @@ from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import Probe, Repeats, encoded_prompts, failed
+from kvbench.probes.base import Probe, encoded_prompts, failed
 from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Fields, Methods, Work, WorkItem
 from kvbench.run.session import Session
-from kvbench.tasks.base import Task, TaskError, Tokens
+from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
 DECODING_COSTS = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
 """Fields of a `Cost` that are known only once something was decoded."""
@@ -45,9 +45,9 @@ class SyntheticLayers:
     """
 
     n: Tokens = 4096
-    heads: Repeats = 8
-    kv_heads: Repeats = 2
-    head_dim: Repeats = 64
+    heads: Many = 8
+    kv_heads: Many = 2
+    head_dim: Many = 64
     key_norm: float = 8.0
     value_norm: float = 4.0
     query_norm: float = 8.0
@@ -273,10 +273,10 @@ class LayerError(Probe):
     reads_whole_prompts: ClassVar[bool] = True
 
     prompts: Task | None = None
-    num_prompts: Repeats = 8
+    num_prompts: Many = 8
     layers: Distinct[Annotated[int, Ge(1), Le(10_000)]] = (1, 2, 4)
     rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
-    seeds: Repeats = 2
+    seeds: Many = 2
     exact: Tokens = 256
     synthetic: SyntheticLayers | None = None
     held_out: bool = True

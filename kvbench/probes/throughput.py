@@ -29,11 +29,11 @@ from kvbench.engine.device import (
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, failed
+from kvbench.probes.base import Probe, failed
 from kvbench.records.figures import TaskKind
 from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_budgets, measured
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import Many, TaskError
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class Throughput(Probe):
     new_tokens: Several[Count] = (1024,)
     batch: Several[Count | Literal["largest"]] = (1,)
     settings: Sequence[Sequence[int | float | str]] = ()
-    runs: Repeats = 10
-    most_batch: Repeats = 1024
+    runs: Many = 10
+    most_batch: Many = 1024
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -77,10 +77,6 @@ class Job:
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for method, _ in self.methods.values():
-            method.quantization()  # refuses options that a scheme does not allow
-
     @cached_property
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`. Computed once, since it digests files."""

@@ -27,7 +27,7 @@ from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.schema import COMMON_FIELDS
 from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import Example, Task
+from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class WorkItem:
     Attributes:
         id: unique within the plan, and the same whatever the limit of the job is.
         record_ids: the example ids of its records; every method has one record of each.
-        payload: whatever the plan needs to run it.
+        payload: whatever a probe needs to run it.
         fields: by record id, the fields that a record has even where its method fails (the dataset, a
             number of lines ...).
         context: the id of the context that it shares with other items, or None. The limit and the shard
@@ -81,7 +81,7 @@ class WorkItem:
 
     id: str
     record_ids: tuple[str, ...]
-    payload: Any
+    payload: Any = None
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context: str | None = None
     answers: int = 1
@@ -263,20 +263,22 @@ class TaskPlan(Plan):
         )
         for (item, _), by_label, strips in zip(work, answers, kept, strict=True):
             for label, own in by_label.items():
-                for record_id, one in zip(item.record_ids, own, strict=True):
-                    yield self._record(item, record_id, label, one, session, strips.get(label))
+                for number, one in enumerate(own):
+                    yield self._record(item, number, label, one, session, strips.get(label))
 
     def _record(
         self,
         item: WorkItem,
-        record_id: str,
+        number: int,
         label: str,
         result: Answer,
         session: Session,
         kept: dict[str, Any] | None,
     ) -> Fields:
-        """The record of one method's answer to one example. `kept`: see `strips_by_label`."""
-        encoded: EncodedExample = item.payload[record_id]
+        """The record, of this number in the item, of one method's answer. `kept`: see
+        `strips_by_label`."""
+        record_id = item.record_ids[number]
+        encoded = item.examples[number % len(item.examples)]
         example = encoded.example
         if result.failure is None:
             others = {*item.fields[record_id], *self.task.measures}
@@ -293,16 +295,17 @@ class TaskPlan(Plan):
         }
         if result.cost.prompt_tokens:
             fields["held_back"] = encoded.n - result.cost.prompt_tokens
-        if kept is not None and record_id == item.record_ids[0]:
+        if kept is not None and number == 0:
             fields["kept"] = kept | pieces_of(encoded, kept, session.encoder.tokenizer)
         positions = session.encoder.max_positions
         if positions is not None and encoded.n > positions:
             fields |= {"beyond_positions": True, "max_positions": positions}
         if result.failure is None:
-            thought, fields["prediction"] = _text(result.tokens, example, session)
+            stopping = session.stopping(example)
+            thought, fields["prediction"] = _text(result.tokens, stopping, session)
             if thought is not None:
                 fields["thought"] = thought
-            by_itself = replace(session.stopping(example), is_final=None)
+            by_itself = replace(stopping, is_final=None)
             fields["ended_early"] = result.ended and not by_itself.reached(
                 result.chosen, result.begins
             )
@@ -310,7 +313,7 @@ class TaskPlan(Plan):
             refuse_taken(f"task {self.task.name}: scores", {k for k in scores if k != "score"})
             fields.update(scores)
             if fields.get("held_back") == 0:  # the first token is the exact cache's
-                _, first = _text(result.tokens[:1], example, session)
+                _, first = _text(result.tokens[:1], stopping, session)
                 fields["first_token_score"] = self.task.score(first, example)["score"]
         return fields
 
@@ -331,12 +334,12 @@ def check_budgets(methods: Methods, longest: int, shortest: int, whose: str) -> 
         budget.capacity(shortest)  # refuses a share of too few tokens
 
 
-def _text(tokens: Sequence[int], example: Example, session: Session) -> tuple[str | None, str]:
+def _text(tokens: Sequence[int], stopping: Stopping, session: Session) -> tuple[str | None, str]:
     """The thought in an answer (None for a model that does not think), and the text after it."""
     thought, text = None, session.encoder.decode(tokens)
     if session.encoder.thought is not None:
         thought, text = session.encoder.thought.split(text)
-    return thought, session.stopping(example).cut(text)
+    return thought, stopping.cut(text)
 
 
 def _item(
@@ -347,20 +350,14 @@ def _item(
     The records of one sample follow each other, since a question may follow on from the answer before.
     """
     record_ids: list[str] = []  # `Job.items` refuses ids that occur twice
-    by_record: dict[str, EncodedExample] = {}
     fields: dict[str, dict[str, Any]] = {}
     for sample in range(samples):
         for encoded in examples:
-            record_id = encoded.example.id
-            if sample:
-                record_id = f"{record_id}/sample{sample}"
-            record_ids.append(record_id)
-            by_record[record_id] = encoded
-            fields[record_id] = encoded.fields(sample, samples)
+            record_ids.append(encoded.example.id + (f"/sample{sample}" if sample else ""))
+            fields[record_ids[-1]] = encoded.fields(sample, samples)
     return WorkItem(
         name,
         record_ids=tuple(record_ids),
-        payload=by_record,
         fields=fields,
         context=examples[0].example.context_id,
         answers=len(record_ids),

@@ -25,9 +25,8 @@ class TaskError(UserError, ValueError):
 
 
 Many = Annotated[int, Ge(1), Le(1_000_000)]
-"""A number of examples or fillers. This bound and those below are far above any run that
+"""A number of examples, fillers or repetitions. This bound and those below are far above any run that
 finishes, so that a mistyped number is refused."""
-Repeats = Annotated[int, Ge(1), Le(1000)]
 Tokens = Annotated[int, Ge(1), Le(10_000_000)]
 NewTokens = Annotated[int, Ge(1), Le(100_000)]
 

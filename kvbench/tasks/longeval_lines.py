@@ -27,7 +27,6 @@ from kvbench.tasks.base import (
     Example,
     Many,
     NewTokens,
-    Repeats,
     Task,
     TaskError,
     depth_in_tens,
@@ -113,7 +112,7 @@ class LongEvalLines(Task):
     num_examples: Many = 50
     seed: int = 0
     number_range: tuple[Whole, Whole] = (1, 50000)
-    repeats: Repeats = 1
+    repeats: Annotated[int, Ge(1), Le(1000)] = 1
     files: Sequence[str] = ()
     max_new_tokens: NewTokens = 100
     stop: Sequence[str] = ()

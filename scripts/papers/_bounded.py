@@ -10,9 +10,8 @@ from torch import Tensor
 from kvbench.engine.row import layer_generator
 from kvbench.errors.options import Fraction, Positive, Whole, check_options
 from kvbench.kv import LayerKV
-from kvbench.probes.base import Repeats
 from kvbench.probes.layer_error import clustered, logits_of
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import Many, TaskError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +30,11 @@ class BoundedData:
         spread: share of the squared norm that is noise around the centre (before rescaling).
     """
 
-    head_dim: Repeats = 64
+    head_dim: Many = 64
     key_norm: Positive = 4.0
     query_norm: Positive = 4.0
     value_norm: Positive = 1.5
-    heads: Repeats = 1
+    heads: Many = 1
     clusters: Whole = 0
     spread: Fraction = 0.1
 
