@@ -54,7 +54,6 @@ class SlurmJob:
         When Slurm signals that the job's time is about to end, submitit's handler puts the job back into
         the queue and exits, or raises an error if it cannot. Either becomes `Terminated` here: it would
         otherwise be recorded as a failure of the example in progress.
-
         """
         from submitit import JobEnvironment
 
