@@ -56,12 +56,12 @@ SNAPKV = GROUP, "recall_mini/needle/snapkv/rate 0.25, ratio 0.37"
 
 
 def test_logging_again_replaces_the_copies(tmp_path: Path) -> None:
-    folder = write(tmp_path / "results")
+    folder = write(tmp_path / "results", "snapkv")
     runs = load_runs(folder)
-    assert log_runs(runs, predictions=True) == 2
+    assert log_runs(runs, predictions=True) == 1
     assert "prediction" in table_of(logged(folder)[SNAPKV][0], "records")
-    assert log_runs(runs) == 2
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+    assert log_runs(runs) == 1
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
     assert "prediction" not in table_of(logged(folder)[SNAPKV][0], "records")
 
 
@@ -86,10 +86,10 @@ def test_a_method_at_a_rate_is_one_run_and_exact_is_in_every_rates_group(tmp_pat
 
 
 def test_a_run_has_means_tables_and_figures(tmp_path: Path) -> None:
-    folder = write(tmp_path / "results")
-    runs = load_runs(folder)
-    records = next(run for run in runs if run.manifest["method"] == "snapkv").records
-    log_runs(runs)
+    folder = write(tmp_path / "results", "snapkv")
+    (run,) = load_runs(folder)
+    records = run.records
+    log_runs([run])
     place, messages = logged(folder)[SNAPKV]
     scores = list(records["score"])
     summary = updates(messages, "summary")
