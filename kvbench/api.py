@@ -56,13 +56,13 @@ log = logging.getLogger(__name__)
 Removed = Annotated[float, Ge(0), Lt(1)]
 """The type of `compression_ratio`."""
 _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_after")
-"""What a misspelt option may have meant."""
+"""Arguments of `compress` that a misspelt option may have meant."""
 _MEANT = {
     **dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)"),
     **dict.fromkeys(("press", "presses", "method"), " (did you mean 'methods'?)"),
     "compression_ratio": " (did you mean 'total_rate', which is 1 - compression_ratio?)",
 }
-"""What arguments of other names of `compare` mean."""
+"""Hints for arguments that other libraries have and `compare` calls otherwise."""
 TextOrChat = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, to which the tokenizer's chat template is applied."""
 

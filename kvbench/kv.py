@@ -70,7 +70,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKV:
-    """What one attention layer holds after an exact prefill.
+    """The keys, values and queries of one attention layer after an exact prefill.
 
     Attributes:
         keys, values: [batch, kv_heads, n, head_dim], keys after position encoding.
@@ -205,7 +205,7 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class CompressedKV:
-    """What a layer holds instead of its exact keys and values.
+    """The entries that a layer holds in place of its exact keys and values.
 
     Attention over its entries is ``softmax(q.k * scaling + log_weight) . v``, unless `denominators` is
     set.

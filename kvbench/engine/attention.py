@@ -107,8 +107,8 @@ class LayerCall:
 
 
 class Pass(ABC):
-    """What the attention function talks to: how one forward pass computes attention, and what it does
-    with the keys and values of each layer.
+    """One forward pass, which the attention function asks: how attention is computed, and what happens
+    to the keys and values of each layer.
 
     The engine's are `Prefill` (prefill.py), `ReplayPass` (second_pass.py), `Feed` (decode.py),
     `KernelBatch` (captured.py) and `Capture`.

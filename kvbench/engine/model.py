@@ -148,7 +148,7 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
-        """What folders, tables and pages call the model: its name, and how its weights were packed."""
+        """The model's name in folders, tables and pages, which also says how its weights were packed."""
         if self.path.startswith(PACKAGE_PREFIX):  # weights of another precision than the Hub's
             return f"{self.name}-{Shipped.of(self.path).quantized_as}"
         packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem

@@ -39,7 +39,7 @@ PACKAGE_PREFIX = "package:"
 
 
 class Shipped(NamedTuple):
-    """What a path that starts with `PACKAGE_PREFIX` names.
+    """The weights' file that a path which starts with `PACKAGE_PREFIX` names.
 
     Attributes:
         name: the GGUF file's.
@@ -98,7 +98,8 @@ def _listed(text: str) -> list[str]:
 
 
 def missing_line(path: str) -> str | None:
-    """What to install for a path whose file is not on this machine; None where it is."""
+    """A line on the packages to install for a path whose file is not on this machine; None where it
+    is."""
     shipped = Shipped.of(path)
     if shipped.files() is not None:
         return None

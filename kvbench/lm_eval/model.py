@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LABEL = "method"
 Protocol = Literal["all_but_last", "prompt"]
 _BEFORE = {"protocol": " (now compress_after; minus_last is all_but_last)"}
-"""What arguments of earlier versions are called now."""
+"""Arguments of earlier versions, and their names now."""
 
 
 @register_model("kvbench")
@@ -241,7 +241,7 @@ class KVBenchLM(Requests):
         return reading, [[Question((), stopping)]]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-evaluation-harness stores with its results."""
+        """Method, budget and cost, which lm-evaluation-harness stores with its results."""
         kept = [record["ratio"] for record in self.records if record["ratio"] is not None]
         compressed = [float(record["compressed"]) for record in self.records]
         return {

@@ -34,6 +34,7 @@ from kvbench.report.stats import ALPHA, NOTHING, holm
 from kvbench.report.table import (
     INTERVAL,
     LEGEND,
+    METHOD,
     Column,
     Table,
     in_percent,
@@ -47,8 +48,8 @@ from kvbench.report.table import (
 )
 
 SIDES = ("first", "second")
-_NUMBERS = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
-_TIMES = ["times", "times_low", "times_high"]
+CHANGES = ("difference", "times")
+_SCORES = [f"{key}{end}" for key in (*SIDES, "difference") for end in ("", "_low", "_high")]
 CHANGE = (
     "change: second minus first, or second over first (of geometric means) where values are never"
     " negative, paired over the examples that both scored; p is adjusted by the discrete Holm method for"
@@ -100,7 +101,7 @@ def comparison_of(first: Experiment, second: Experiment) -> Comparison:
     tables.insert(0, Table("settings", "Settings that differ", differing, of_settings))
     columns = Column("run"), Column("in", "only in")
     tables.append(Table("only", "Runs that one of them lacks", pd.DataFrame(only), columns))
-    return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _NUMBERS))
+    return Comparison(names, tuple(t for t in tables if len(t.frame)), in_percent(frame, _SCORES))
 
 
 def settings_that_differ(first: Experiment, second: Experiment) -> list[dict[str, str]]:
@@ -160,8 +161,7 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     frame = scores(both)
     is_score = frame["measure"].eq("score")
     frame["shown"] = frame["variant"].where(is_score, frame["measure"])
-    rows = wide(frame, ["value"], "shown").set_index("value")
-    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_NUMBERS, *_TIMES])))
+    rows = wide(frame, ["value"], "shown", (*SIDES, *CHANGES), marks=False).set_index("value")
     rows["p"] = frame[~is_score].set_index("value")["p"]
     rows["discordant"] = comparisons(both).get((1, 0), NOTHING).discordant
     records = both.records.assign(value=both.records["dataset"].map(as_text))
@@ -187,8 +187,7 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     about = {"model": both.model, "task": both.task, "dataset": rows.index}
     about |= {"unit": both.meta.score_unit}
     rows = pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1)
-    marks = [name for name in rows if str(name).endswith("_mark")]
-    return rows.drop(columns=marks).assign(variant=second[1].label, method=second[1].method)
+    return rows.assign(variant=second[1].label, method=second[1].method)
 
 
 def _with_all(of_datasets: pd.Series, how: str) -> pd.Series:
@@ -230,7 +229,7 @@ def _task_table(total: pd.DataFrame) -> Table:
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
     text, signed = score_format(unit), score_format(unit, signed=True)
     columns = [
-        Column("variant", "method"),
+        METHOD,
         Column("difference", "change", signed),
         Column("times", "change, times", number),
         Column("p", text=p_text),
@@ -246,7 +245,7 @@ def _task_table(total: pd.DataFrame) -> Table:
     return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
-        total.assign(**{f"{name}_mark": marks for name in ("difference", "times")}),
+        total.assign(**{f"{name}_mark": marks for name in CHANGES}),
         with_values(total, columns),
         (INTERVAL, CHANGE, *few),
     )

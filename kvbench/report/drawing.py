@@ -104,8 +104,8 @@ class Drawn:
 
     @cached_property
     def figure(self) -> Figure:
-        """What `draw` draws. Where a record's values make that impossible, nothing but a note of it, so
-        that the rest of the report is still written."""
+        """The figure that `draw` draws. Where a record's values make that impossible, nothing but a note
+        of it, so that the rest of the report is still written."""
         try:
             return self.draw(above=self.above)
         except Exception as failure:  # noqa: BLE001 - whatever a record's values do to matplotlib

@@ -32,10 +32,9 @@ from kvbench.report.drawing import (
     shown_name,
     styled,
 )
-from kvbench.report.frame import tidy, totals
+from kvbench.report.frame import tidy, totals_at_rates
 from kvbench.report.ratios import (
     at_rate,
-    held_by,
     label_with_ratio,
     largest_first,
     mean_over_rates,
@@ -95,7 +94,8 @@ def memory(groups: Sequence[Group]) -> Drawn | None:
     some = [group for group in groups if group.meta.score_unit == unit]
     panels = {}
     for group in some[:MOST_PANELS]:
-        panel = memory_rows(group)
+        panel = in_percent(totals_at_rates(group).rename(columns={"ratio": "x"}))
+        panel = panel.dropna(subset=["mean", "x"])
         if set(panel["variant"]) & group.compressed:
             one_model = len({group.model for group in some}) == 1
             one_task = len({group.task for group in some}) == 1
@@ -179,24 +179,6 @@ def ratio_ticks(frame: pd.DataFrame) -> dict[float, str]:
         if all(abs(math.log(x / other)) > near for other in places):
             places[x] = f"{x:.2g}"
     return dict(sorted(places.items()))
-
-
-def memory_rows(group: Group) -> pd.DataFrame:
-    """Scores with ``x``, the measured ratio, ``label``, the method without its rate, and ``at``, the
-    rate: a row for each variant, or for each variant and rate where one run measures several rates."""
-    frame = tidy(group)
-    by_rate = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
-    if by_rate["value"].nunique() > 1:
-        points = zip(by_rate["variant"], by_rate["value"], strict=True)
-        x = [held_by(group, "rate").get(point, {}).get("ratio", math.nan) for point in points]
-        at = by_rate["value"].astype(float).map(at_rate)
-        made = in_percent(by_rate).assign(x=x, label=by_rate["variant"], at=at)
-    else:
-        total, ratios = totals(frame), totals(frame, "ratio")["mean"]
-        at = total["variant"].map({variant.label: variant.at for variant in group.variants})
-        label = total["variant"].map(group.names)
-        made = in_percent(total).assign(x=ratios, label=label, at=at)
-    return made.dropna(subset=["mean", "x"])
 
 
 def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
@@ -316,17 +298,17 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
         return None
     of_variants = {label: grid_of(group, label, spec) for label in group.labels}
     of_variants = {k: grid for k, grid in of_variants.items() if grid.notna().any(axis=None)}
-    ordered = best_first(group, of_variants)
-    shown: dict[str, pd.DataFrame] = {}
-    for variant in ordered[:MOST_PANELS]:
-        title = label_with_ratio(group, variant).replace(", ", "\n")
-        shown[title] = of_variants[variant.label].rename(index=as_text, columns=as_text)
+    shown, left_out = best_first(group, of_variants)
+    panels = {
+        title.replace(", ", "\n"): of_variants[variant.label].rename(index=as_text, columns=as_text)
+        for title, variant in shown.items()
+    }
     labels = AXIS_LABELS.get(spec.x, words(spec.x)), AXIS_LABELS.get(spec.y, words(spec.y))
     limits = scale_of(group, list(of_variants.values()))
-    draw = partial(grids, shown, *labels, limits)
+    draw = partial(grids, panels, *labels, limits)
     title = f"{group.task}{group.protocol_in_title}: score by {words(spec.x)} and {words(spec.y)}"
     text = f"Means, {score_axis(group)}, on one colour scale; grey cells have no scored example."
-    text += left_out_text(group, ordered)
+    text += left_out
     return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap")
 
 
@@ -350,9 +332,10 @@ def scale_of(group: Group, made: Sequence[pd.DataFrame]) -> tuple[float, float]:
     return float(np.nanmin(values)), float(np.nanmax(values))
 
 
-def best_first(group: Group, labels: Collection[str]) -> list[Variant]:
-    """The variants with these labels, in the order in which panels show them: the exact cache, then the
-    compressed ones, lower rates before higher ones and better mean scores before worse ones."""
+def best_first(group: Group, labels: Collection[str]) -> tuple[dict[str, Variant], str]:
+    """By title the variants with these labels that have a panel: the exact cache, then the compressed
+    ones, lower rates before higher ones and better mean scores before worse ones; and a sentence on
+    those that have none, empty where all have one."""
     means = group.good.groupby("variant")["score"].mean()
     sign = 1.0 if group.meta.lower_is_better else -1.0
 
@@ -361,32 +344,35 @@ def best_first(group: Group, labels: Collection[str]) -> list[Variant]:
         rate = math.inf if variant.rate is None else variant.rate
         return variant.method != BASELINE, rate, math.inf if math.isnan(mean) else mean
 
-    return sorted((v for v in group.variants if v.label in labels), key=place)
-
-
-def left_out_text(group: Group, ordered: list[Variant]) -> str:
-    """A sentence that says by what order panels were chosen and which methods have none; empty where all
-    have one."""
-    if len(ordered) <= MOST_PANELS:
-        return ""
-    rates = [variant.at for variant in ordered if variant.at]
-    lowest = max(rates, key=largest_first, default="")
-    at_lowest = f" at the lowest rate ({rate_texts(group)[lowest]})" if rates else ""
-    rest = [label_with_ratio(group, variant) for variant in ordered[MOST_PANELS:]]
-    named = "; ".join(rest[:MOST_NAMES])
-    if len(rest) > MOST_NAMES:
-        named += f" and {len(rest) - MOST_NAMES} more"
-    return f" The best{at_lowest} first. Left out: {named}."
+    ordered = sorted((v for v in group.variants if v.label in labels), key=place)
+    titled = {label_with_ratio(group, variant): variant for variant in ordered}
+    shown, rest = list(titled)[:MOST_PANELS], list(titled)[MOST_PANELS:]
+    text = ""
+    if rest:
+        rates = [variant.at for variant in ordered if variant.at]
+        lowest = max(rates, key=largest_first, default="")
+        at_lowest = f" at the lowest rate ({rate_texts(group)[lowest]})" if rates else ""
+        named = "; ".join(rest[:MOST_NAMES])
+        if len(rest) > MOST_NAMES:
+            named += f" and {len(rest) - MOST_NAMES} more"
+        text = f" The best{at_lowest} first. Left out: {named}."
+    return {title: titled[title] for title in shown}, text
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What each variant kept of one example's prompt (`kvbench.engine.kept.strips_of`), by its label;
-    the example is the last of those that most variants have such a record of."""
+    """The tokens that variants kept of one example's prompt, which is the last of those that most
+    variants have such a record of.
+
+    Attributes:
+        by_title: the variant of each panel, and the field ``kept`` of its record
+            (`kvbench.engine.kept.strips_of`).
+        left_out: a sentence on the variants without a panel (`best_first`).
+    """
 
     example_id: str
-    by_label: Mapping[str, Mapping[str, Any]]
-    ordered: list[Variant]
+    by_title: Mapping[str, tuple[Variant, Mapping[str, Any]]]
+    left_out: str
 
 
 def kept_of(group: Group) -> Kept | None:
@@ -402,7 +388,9 @@ def kept_of(group: Group) -> Kept | None:
     example = known[counts == counts.max()].iloc[-1]
     same = known["seed"].eq(example["seed"]) & known["example_id"].eq(example["example_id"])
     by_label = {str(row["variant"]): row["kept"] for row in known[same].to_dict("records")}
-    return Kept(printable(str(example["example_id"])), by_label, best_first(group, by_label))
+    shown, left_out = best_first(group, by_label)
+    by_title = {title: (variant, by_label[variant.label]) for title, variant in shown.items()}
+    return Kept(printable(str(example["example_id"])), by_title, left_out)
 
 
 def kept_tokens(group: Group) -> Drawn | None:
@@ -411,30 +399,27 @@ def kept_tokens(group: Group) -> Drawn | None:
     kept = kept_of(group)
     if kept is None:
         return None
-    shown = {label_with_ratio(group, variant): variant for variant in kept.ordered[:MOST_PANELS]}
-    draw = partial(strips, {title: kept.by_label[of.label] for title, of in shown.items()}, shown)
     text = (
         f"Example {kept.example_id}. The x axis is the prompt, from its first token to its last. The"
         " fuller the colour, the more of a piece of the prompt a layer keeps, averaged over KV heads;"
         " fullest: as much weight as the exact cache gives it, or more. Entries that stand for no single"
-        f" token are not shown.{left_out_text(group, kept.ordered)}"
+        f" token are not shown.{kept.left_out}"
     )
-    title = f"What each method kept: {group.task} on {group.model}{group.protocol_in_title}"
+    title = f"What each method kept: {group.title}"
+    draw = partial(strips, kept.by_title)
     return Drawn(f"kept-{stem(group)}", title, text, draw, "kept")
 
 
 @styled
-def strips(
-    panels: Mapping[str, Mapping[str, Any]], variants: Mapping[str, Variant], *, above: str = ""
-) -> Figure:
-    """What the layers of each variant hold of each piece of a prompt, one strip below the other."""
+def strips(panels: Mapping[str, tuple[Variant, Mapping[str, Any]]], *, above: str = "") -> Figure:
+    """A panel for each variant, a strip for each layer: how much it holds of each piece of a prompt."""
     xlabel = "token of the prompt; between the lines stands the answer"
     around: dict[str, Any] = {"xlabel": xlabel, "names": ["layer 10"], "above": above}
     figure, axes = panels_of(list(panels), (5.2, 0.45), sharex=True, ticks=["1000"], **around)
-    for ax, (title, kept) in zip(axes, panels.items(), strict=True):
+    for ax, (title, (variant, kept)) in zip(axes, panels.items(), strict=True):
         layers = sorted((int(name), weights) for name, weights in kept["layers"].items())
         shades = np.nan_to_num(np.array([w for _, w in layers], float) / 100).clip(0, 1)
-        color = np.array(to_rgb(style_of(variants[title].method).color))
+        color = np.array(to_rgb(style_of(variant.method).color))
         image = np.concatenate([np.broadcast_to(color, (*shades.shape, 3)), shades[..., None]], 2)
         end = shades.shape[1] * kept["width"]
         look: dict[str, Any] = {"aspect": "auto", "interpolation": "none"}
@@ -452,7 +437,7 @@ def strips(
 
 
 def stem(group: Group) -> str:
-    """What the file names of a group's figures begin with."""
+    """The beginning of the file names of a group's figures."""
     names = (re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model))
     return "-".join(names)
 

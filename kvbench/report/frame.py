@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.ratios import RATIO_AT_95, enough_ratios, weighed
+from kvbench.report.ratios import RATIO_AT_95, at_rate, enough_ratios, ratios_of, weighed
 from kvbench.report.runs import PROMPT, Group, as_text, natural_order
 from kvbench.report.stats import (
     FEWEST,
@@ -101,16 +101,11 @@ def comparisons_over(group: Group, strata: Sequence[Scores]) -> dict[Pair, Estim
     P-values are adjusted within a family: the differences between any two compressed variants at a rate,
     those between these and their exact variants, and those of the other variants from theirs.
     """
-    baselines = {
-        i: group.labels.index(baseline)
-        for i, label in enumerate(group.labels)
-        if (baseline := group.baseline[label]) is not None
-    }
     tests: dict[Pair, Estimate] = {}
-    others = sorted(set(baselines).difference(*group.peers))
+    others = sorted(set(group.exact_of).difference(*group.peers))
     families = [list(itertools.combinations(peers, 2)) for peers in group.peers]
     for members in (*group.peers, others):
-        families.append([(i, baselines[i]) for i in members if i in baselines])
+        families.append([(i, group.exact_of[i]) for i in members if i in group.exact_of])
     for pairs in families:
         tests |= compared(strata, pairs, fraction=group.percent)
     return tests
@@ -192,9 +187,9 @@ def _enough(group: Group) -> pd.DataFrame:
     held = [next(of for of in ratios if of.value == dataset.value) for dataset in strata]
     rows: list[dict[str, Any]] = [
         {
-            **{"model": group.model, "task": group.task, "compress_after": group.protocol},
-            **{"method": method_of[name]},
-            **{"variant": name, "measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
+            **group.about,
+            **{"method": method_of[name], "variant": name},
+            **{"measure": RATIO_AT_95, "by": "", "value": "", "unit": ""},
             **_numbers(found),
             **{"mark": mark, "failures": ""},
         }
@@ -206,9 +201,7 @@ def _enough(group: Group) -> pd.DataFrame:
 def _columns_of_variant(group: Group, label: str) -> dict[str, Any]:
     variant = group.variants[group.labels.index(label)]
     return {
-        "model": group.model,
-        "task": group.task,
-        "compress_after": group.protocol,
+        **group.about,
         "method": variant.method,
         "variant": label,
         "rate": variant.rate,
@@ -227,15 +220,15 @@ def _rows(
     marks over the `ranked` ones; of scores without `tests` there are no marks, and p-values are not
     adjusted."""
     labels = group.labels
-    baselines = [labels.index(group.baseline[label] or label) for label in labels]
+    pairs = [(i, group.exact_of.get(i, i)) for i in range(len(labels))]
     of_scores = means(strata, fraction=group.percent)
     marks: dict[int, str] = {}
     if tests is not None:
-        changes = [tests.get(pair, NOTHING) for pair in enumerate(baselines)]
+        changes = [tests.get(pair, NOTHING) for pair in pairs]
         for peers in group.peers:
             marks |= standing(ranked, peers, tests, lower=group.meta.lower_is_better)
     else:
-        changes = paired(strata, list(enumerate(baselines)), fraction=group.percent)
+        changes = paired(strata, pairs, fraction=group.percent)
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
@@ -254,9 +247,7 @@ def _rows(
         words = [marks.get(i, ""), "incomplete" if num_scored < num_expected else ""]
         mark = " ".join(filter(None, words))
         rows.append(columns | _numbers(of_scores[i]) | {"measure": "score", "mark": mark})
-        if group.baseline[label] is not None and (
-            group.percent or changes[i].value == changes[i].value
-        ):
+        if i in group.exact_of and (group.percent or changes[i].value == changes[i].value):
             measure = "times" if changes[i].times else "difference"
             rows.append(columns | _numbers(changes[i]) | {"measure": measure})
     return rows
@@ -277,6 +268,28 @@ def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
     rows = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
     last_rows = rows[~rows.duplicated(["model", "task", "variant"], keep="last")]
     return last_rows.set_index("variant", drop=False).rename_axis(None)
+
+
+def totals_at_rates(group: Group) -> pd.DataFrame:
+    """The total scores of every variant with its name without the rate in ``label``, the rate in ``at``
+    (empty for what is not compressed or has none) and the mean measured ratio in ``ratio``. Of a probe
+    that measures several rates in one run a compressed variant has a row for each, unless it holds the
+    same bytes at all."""
+    frame = tidy(group)
+    total = totals(frame)
+    ratio = total["variant"].map(totals(frame, "ratio")["mean"])
+    total = total.assign(at=total["variant"].map(group.at), ratio=ratio)
+    by_rate = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
+    by_rate = by_rate[by_rate["variant"].isin(group.compressed)]
+    if by_rate["value"].nunique() > 1:
+        by_rate = by_rate[by_rate["variant"].isin(ratios_of(group)["variant"])]
+        records = group.records.assign(value=group.records["rate"].map(as_text))
+        held = weighed(records, ["variant", "value"], ["ratio"])
+        by_rate = by_rate.assign(at=by_rate["value"].astype(float).map(at_rate))
+        by_rate = by_rate.join(held, on=["variant", "value"])
+        total = pd.concat([total[~total["variant"].isin(by_rate["variant"])], by_rate])
+    at = total["at"].where(total["variant"].isin(group.compressed), "")
+    return total.assign(at=at, label=total["variant"].map(group.names))
 
 
 def strata_of(

@@ -28,13 +28,13 @@ from markupsafe import Markup, escape
 from kvbench.errors import disk_line, printable, printable_lines
 from kvbench.records.read import StoreError
 from kvbench.report.drawing import Drawn
-from kvbench.report.figures import MOST_PANELS, kept_of
+from kvbench.report.figures import kept_of
 from kvbench.report.papers import notes_on
-from kvbench.report.ratios import label_with_ratio, rate_texts, ratio_text
+from kvbench.report.ratios import rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
 from kvbench.report.runs import Experiment, Group, as_text, protocol_of, words
 from kvbench.report.style import style_of
-from kvbench.report.table import Table, footer, value_text
+from kvbench.report.table import Table, footer, score_format
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
@@ -54,7 +54,7 @@ _PROTOCOLS = {
     "context": "the context alone; the question is fed to every cache (context)",
     "prompt": "the whole prompt; an answer's first token is the exact cache's (prompt)",
 }
-"""What the option ``compress_after`` means."""
+"""By value of ``compress_after`` the part of a prompt that is compressed."""
 _PLACE = re.compile(r""" ('?)results_dir=/[^\s']*\1(?= |$)""")
 """An absolute ``results_dir`` in a command."""
 _KEPT = ", always kept and not counted in the rate"
@@ -63,7 +63,7 @@ _KEPT = ", always kept and not counted in the rate"
 
 @dataclass(frozen=True)
 class Section:
-    """What a page shows of one model and task: the first table and figure, with the others folded."""
+    """The part of a page on one model and task: the first table and figure, with the others folded."""
 
     group: Group
     verdict: str
@@ -87,12 +87,9 @@ class Section:
     def kept_words(self) -> list[dict[str, Any]]:
         """For each variant the words of the prompt whose kept tokens are shown."""
         kept = kept_of(self.group)
-        if kept is None:
-            return []
-        named = [(label_with_ratio(self.group, variant), variant) for variant in kept.ordered]
         words_of = [
-            {"title": title, "method": of.method, "words": words_kept(kept.by_label[of.label])}
-            for title, of in named[:MOST_PANELS]
+            {"title": title, "method": variant.method, "words": words_kept(held)}
+            for title, (variant, held) in (kept.by_title.items() if kept else ())
         ]
         return [each for each in words_of if each["words"]]
 
@@ -176,8 +173,8 @@ def clip(text: Any, *, from_end: bool = False) -> str:
 
 
 def words_kept(kept: Mapping[str, Any]) -> list[tuple[str, int | None, bool]]:
-    """What a variant kept of the text of a prompt: its beginning, what is around the answer, and its end
-    (`MOST_BESIDE`), in parts of one shade.
+    """A prompt's text in parts of one shade, which say how much a variant kept of them: the prompt's
+    beginning, the text around the answer, and its end (`MOST_BESIDE`).
 
     Returns:
         Text, shade (0 to `FULL_SHADE`, over layers and KV heads) and whether the answer stands in it; a
@@ -275,7 +272,7 @@ _TEMPLATES.globals.update(
     color=lambda method: style_of(str(method)).color,
     footer=footer,
     most_failures=_FAILURES,
-    value_text=value_text,
+    score_format=score_format,
 )
 
 
@@ -347,8 +344,8 @@ def _compressed(identity: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
-    """What the runs were made with: by name the distinct values. Commands are without the place of the
-    results on the machine that ran them."""
+    """Commands, seeds, code, versions and hardware of the runs, each with its distinct values. Commands
+    are without the place of the results on the machine that ran them."""
     lines = []
     for key in ("command", "seed", "code_revision", "versions", "hardware"):
         values = [run.manifest.get(key) for run in experiment.runs]

@@ -25,7 +25,7 @@ from kvbench.errors import first_line
 from kvbench.report.frame import AVERAGE, scores
 from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
 from kvbench.report.runs import Experiment, Group, as_text, words
-from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
+from kvbench.report.table import INTERVAL, METHOD, Column, Table, legend, score_format, unit_text
 
 LENGTH = "prompt_tokens"
 """The field of prompts' lengths, which tables of times and throughputs have in ``by``."""
@@ -139,10 +139,10 @@ def _ours(group: Group, by: str, field: str, part: pd.DataFrame, statistic: str)
     """Our scores of the values that the published rows name. Where the paper prints the minimum of
     repeated runs, ours is a minimum, too, and has no interval; the median stands beside it."""
     unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
-    meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
     split, records = _split(group, [name for name in by.split("+") if name])
-    score = pd.to_numeric(records[field], errors="coerce") / (2**30 if unit == "GiB" else 1)
-    measured = replace(group, meta=meta, records=records.assign(score=score))
+    numbers = pd.to_numeric(records[field], errors="coerce") / (2**30 if unit == "GiB" else 1)
+    in_our_unit = "fraction" if unit == "%" else unit
+    measured = replace(group, records=records).measuring(numbers, in_our_unit)
     sums = {v: v.split("+") for v in part["value"].unique() if split == "dataset" and "+" in v}
     ours = scores(measured, split, also=sums)
     ours = ours[ours["measure"] == "score"]
@@ -231,7 +231,7 @@ def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     repeated = frame["median"].notna().any()  # a minimum and a median of repeated runs
     columns = [
-        Column("variant", "method"),
+        METHOD,
         Column("value", "measured on"),
         Column("score", "ours (minimum)" if repeated else "ours", text),
     ]

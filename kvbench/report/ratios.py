@@ -24,18 +24,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from kvbench.report.runs import Group, Variant, as_text
+from kvbench.report.runs import Group, Variant
 from kvbench.report.stats import Estimate, Scores, differences, num_units, paired
 
-HELD = ["ratio", "cache_bytes"]
-"""Record fields of what a method held."""
 RATIO_AT_95 = "ratio_at_95"
 """The measure's name in the tidy frame, in files and in W&B."""
 SHARE = 0.95
@@ -52,7 +48,7 @@ def ratios_of(group: Group, labels: Collection[str] | None = None) -> pd.DataFra
     """
     labels = group.compressed if labels is None else labels
     good = group.good[group.good["variant"].isin(labels)]
-    at = good["variant"].map({variant.label: variant.at for variant in group.variants})
+    at = good["variant"].map(group.at)
     if measures_several_rates(group):
         rate = pd.to_numeric(good["rate"])
         ratio = good["ratio"].astype(float).round(4)
@@ -84,13 +80,6 @@ def weighed(records: pd.DataFrame, keys: Sequence[str], fields: Sequence[str]) -
     numbers = scored.assign(**{name: scored[name].astype(float) for name in known})
     of_datasets = numbers.groupby([*keys, "dataset"], sort=False, dropna=False)[known].mean()
     return of_datasets.groupby(level=list(keys), sort=False).mean()
-
-
-@lru_cache(maxsize=16)
-def held_by(group: Group, by: str) -> dict[Any, dict[Any, float]]:
-    """By a variant's label and a value of the record field `by`, as text, the means of `HELD`."""
-    records = group.records.assign(part=group.records[by].map(as_text))
-    return weighed(records, ["variant", "part"], HELD).to_dict("index")
 
 
 def measures_several_rates(group: Group) -> bool:
@@ -206,11 +195,7 @@ def enough_ratios(
     as the margins are: over the prompts that the method and the exact cache scored."""
     if not _keeps_a_share(group):
         return {}
-    pairs = [
-        (i, group.labels.index(baseline))
-        for i, label in enumerate(group.labels)
-        if (baseline := group.baseline[label]) is not None
-    ]
+    pairs = list(group.exact_of.items())
     can_tell = {
         exact: prompts_for_95(strata, exact) <= num_units(strata, [exact]) for _, exact in pairs
     }
@@ -248,7 +233,7 @@ def prompts_for_95(strata: Sequence[Scores], exact: int) -> float:
 
 def too_few_for_95(group: Group, strata: Sequence[Scores]) -> str:
     """A note on the prompts that the ratio at 95 % lacks; empty where it has enough or is none."""
-    exact = {group.labels.index(label) for label in group.baseline.values() if label}
+    exact = set(group.exact_of.values())
     if not exact or not _keeps_a_share(group):
         return ""
     wanted = max(prompts_for_95(strata, i) for i in exact)

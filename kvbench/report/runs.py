@@ -209,6 +209,18 @@ class Group:
         return {variant.label: variant.without_rate for variant in self.variants}
 
     @cached_property
+    def at(self) -> dict[str, str]:
+        """By label the rate (`Variant.at`)."""
+        return {variant.label: variant.at for variant in self.variants}
+
+    @cached_property
+    def exact_of(self) -> dict[int, int]:
+        """By index of each variant that is compared with an exact one the index of that (`baseline`)."""
+        pairs = [(label, self.baseline[label]) for label in self.labels]
+        index = self.labels.index
+        return {index(label): index(exact) for label, exact in pairs if exact is not None}
+
+    @cached_property
     def compressed(self) -> frozenset[str]:
         """The labels of the variants that are ranked: all but the exact cache and methods that save no
         memory."""
@@ -245,9 +257,14 @@ class Group:
         return "" if not self.protocol or named in self.task else named
 
     @property
-    def baseline_name(self) -> str | None:
-        """The method from which differences are taken; None where it was not run."""
-        return BASELINE if any(self.baseline.values()) else None
+    def title(self) -> str:
+        """ "needle on smollm2, compress_after all_but_last"."""
+        return f"{self.task} on {self.model}{self.protocol_in_title}"
+
+    @property
+    def about(self) -> dict[str, str]:
+        """The columns of files that name the group."""
+        return {"model": self.model, "task": self.task, "compress_after": self.protocol}
 
     @property
     def percent(self) -> bool:
@@ -256,6 +273,11 @@ class Group:
     @cached_property
     def good(self) -> pd.DataFrame:
         return self.records[self.records["status"].eq("ok")]
+
+    def measuring(self, numbers: pd.Series, unit: str) -> Group:
+        """The group with another number of each record, in this unit, in the place of its score."""
+        meta = replace(self.meta, score_unit=unit)
+        return replace(self, meta=meta, records=self.records.assign(score=numbers))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -30,7 +29,7 @@ LEGEND = {
     "at_most": "≤: at the lowest rate that was run, too.",
     "more_than": ">: not within these rates.",
 }
-"""What each mark means, one sentence each."""
+"""Each mark's meaning, in a sentence."""
 INTERVAL = "[low, high]: 95 % confidence interval over prompts, of each number by itself."
 TESTED = (
     "p: exact McNemar test of right and wrong answers, else paired t test; adjusted by the discrete Holm"
@@ -177,15 +176,25 @@ def footer(notes: Iterable[str]) -> list[str]:
     return [" ".join(line) for line in lines if line]
 
 
-def wide(rows: pd.DataFrame, index: Sequence[str], columns: str) -> pd.DataFrame:
-    """A tidy frame with one row for each `index`: for each value of `columns` its mean, bounds and
-    marks."""
+def wide(
+    rows: pd.DataFrame,
+    index: Sequence[str],
+    columns: str,
+    names: Sequence[str] = (),
+    *,
+    marks: bool = True,
+) -> pd.DataFrame:
+    """A tidy frame with one row for each `index`: for each value of `columns`, and for these `names`
+    although no row has them, its mean, bounds and, if wanted, marks."""
     rows = rows.set_index(rows.groupby(list(index), sort=False, dropna=False).ngroup())
-    parts = [rows.loc[~rows.index.duplicated(), list(index)]]
-    for name, part in rows.groupby(columns, sort=False):
-        named = {"mean": name, "low": f"{name}_low", "high": f"{name}_high", "mark": f"{name}_mark"}
-        parts.append(part[[*named]].rename(columns=named))
-    return pd.concat(parts, axis=1)
+    made = [rows.loc[~rows.index.duplicated(), list(index)]]
+    parts: dict[Any, pd.DataFrame] = dict.fromkeys(names, rows[:0])
+    parts |= dict(list(rows.groupby(columns, sort=False)))
+    ends = ("low", "high", "mark") if marks else ("low", "high")
+    for name, part in parts.items():
+        named = {"mean": name} | {end: f"{name}_{end}" for end in ends}
+        made.append(part[[*named]].rename(columns=named))
+    return pd.concat(made, axis=1)
 
 
 def legend(frame: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
@@ -204,18 +213,18 @@ def in_percent(
 
 
 def score_format(unit: str, *, signed: bool = False) -> Callable[[float], str]:
-    return partial(value_text, unit=unit, signed=signed)
-
-
-def value_text(value: float, unit: str, *, signed: bool = False) -> str:
-    """Fractions as per cent, and per cent, with one decimal; anything else with three significant
-    digits."""
-    if math.isnan(value):
-        return MISSING
+    """A format of scores: fractions as per cent, and per cent, with one decimal; anything else with
+    three significant digits."""
     percent = {"fraction": 100, "%": 1}.get(unit)
-    text = f"{percent * value:.1f}" if percent else number(value)
-    text = text.lstrip("-") if float(text) == 0 else text
-    return f"+{text}" if signed and float(text) > 0 else text.replace("-", "−")
+
+    def text_of(value: float) -> str:
+        if math.isnan(value):
+            return MISSING
+        text = f"{percent * value:.1f}" if percent else number(value)
+        text = text.lstrip("-") if float(text) == 0 else text
+        return f"+{text}" if signed and float(text) > 0 else text.replace("-", "−")
+
+    return text_of
 
 
 def unit_text(unit: str) -> str:

@@ -26,13 +26,13 @@ from kvbench.report.frame import (
     strata_of,
     tidy,
     totals,
+    totals_at_rates,
 )
 from kvbench.report.ratios import (
     MORE_THAN,
     RATIO_AT_95,
     at_rate,
     headings,
-    held_by,
     largest_first,
     mean_over_rates,
     measures_several_rates,
@@ -112,18 +112,16 @@ def score_table(group: Group) -> Table:
     """
     frame, lower = tidy(group), group.meta.lower_is_better
     total = totals(frame)
-    table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
-    table["total"] = table.pop("mean")
-    for measure in ("difference", "times"):
-        change = totals(frame, measure)
-        for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
-            table[f"{measure}{end}"] = table["variant"].map(change[key])
+    measures = ("score", "difference", "times")
+    rows = pd.concat([totals(frame, measure) for measure in measures])
+    numbers = wide(rows, ["variant"], "measure", measures).set_index("variant")
+    table = total[["variant", "method", "rate", "failures", "units"]].join(numbers)
     costs = [key for key in COSTS if key != "entries_max"]
     for key in costs:
         table[key] = table["variant"].map(totals(frame, key)["mean"])
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
     order = table.assign(
-        loss=table["total"] if lower else -table["total"],
+        loss=table["score"] if lower else -table["score"],
         share=table["variant"].map({variant.label: variant.share for variant in group.variants}),
         minus_rate=-table["rate"].astype(float),
         is_compared=[group.baseline[label] is not None for label in table["variant"]],
@@ -133,25 +131,24 @@ def score_table(group: Group) -> Table:
     table = _in_groups_by_rate(group, table)
     unit, count = group.meta.score_unit, len(group.datasets)
     name = str(group.datasets[0]) if count == 1 else f"average of {count} datasets"
-    columns = [METHOD, Column("total", f"{name}{metric_text(group)}", score_format(unit))]
-    if table["difference"].notna().any():
-        text = score_format(unit, signed=True)
-        columns.append(Column("difference", f"Δ {group.baseline_name}", text))
-    if table["times"].notna().any():
-        columns.append(Column("times", f"× {group.baseline_name}", number))
-    if table["failures"].any():
-        columns.append(Column("failures", "failed"))
-    for key in costs:
-        if table[key].notna().any():
-            name = words(key.removesuffix("_mean"))
-            columns.append(Column(key, name, whole if name == "entries" else number))
-    columns.append(Column("scored"))
+    others = (
+        Column("difference", f"Δ {BASELINE}", score_format(unit, signed=True)),
+        Column("times", f"× {BASELINE}", number),
+        Column("failures", "failed"),
+        *(
+            Column(key, words(key.removesuffix("_mean")), whole if "entries" in key else number)
+            for key in costs
+        ),
+        Column("scored"),
+    )
+    score = Column("score", f"{name}{metric_text(group)}", score_format(unit))
+    columns = (METHOD, score, *with_values(table, others))
     return Table(
         f"{group.task}-{group.model}",
         f"{group.task} on {group.model}{rate_in_title(group)}{group.protocol_in_title}:"
         f" score{unit_text(unit)}",
         table,
-        tuple(columns),
+        columns,
         tuple(
             dict.fromkeys([*_interval_notes(group, table), *legend(table, columns), *_notes(group)])
         ),
@@ -163,10 +160,9 @@ def score_table(group: Group) -> Table:
 def _in_groups_by_rate(group: Group, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of variants in groups by their rate, whose heading is a column ``group``; the variants are
     then named without it. Where all variants have one rate the rows stay as they are."""
-    at = {variant.label: variant.at for variant in group.variants}
-    if len(set(at.values()) - {""}) < 2:
+    if len(set(group.at.values()) - {""}) < 2:
         return rows
-    rates = [at[label] if label in group.compressed else "" for label in rows["variant"]]
+    rates = [group.at[label] if label in group.compressed else "" for label in rows["variant"]]
     names = rows["variant"].map(group.names)
     return rows.assign(group=headings(rates, rate_texts(group)), variant=names)
 
@@ -175,7 +171,7 @@ def split_table(group: Group, by: str) -> Table:
     frame = tidy(group)
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
-    title = f"{group.task} on {group.model}{group.protocol_in_title}: score by {words(by)}"
+    title = f"{group.title}: score by {words(by)}"
     table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
@@ -187,7 +183,7 @@ def split_table(group: Group, by: str) -> Table:
 
 
 def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
-    if table["total_low"].notna().any():
+    if table["score_low"].notna().any():
         yield INTERVAL
     if 0 < table["units"].max() < FEWEST:
         yield LEGEND["few"]
@@ -203,7 +199,7 @@ def _interval_notes(group: Group, table: pd.DataFrame) -> Iterator[str]:
 
 def _notes(group: Group) -> Iterator[str]:
     """Notes on a group's examples: which were not compressed, cut or left out, and why."""
-    if group.baseline_name:
+    if group.exact_of:
         for measure, note in (("difference", DIFFERENCE), ("times", TIMES)):
             if totals(tidy(group), measure)["mean"].notna().any():
                 yield note
@@ -359,82 +355,125 @@ def overview_tables(groups: Sequence[Group]) -> list[Table]:
             for protocol in protocols
             for found in overview_tables([group for group in groups if group.protocol == protocol])
         ]
-    rows = pd.concat([_overview_rows(group) for group in groups] or [pd.DataFrame()])
-    several = [key for key in ("task", "at", "model") if key in rows and rows[key].nunique() > 1]
-    if "model" in several[1:]:
+    models, tasks = ({getattr(g, key) for g in groups} for key in ("model", "task"))
+    several_rates = len({at for group in groups for at in totals_at_rates(group)["at"]} - {""}) > 1
+    if len(models) > 1 and (len(tasks) > 1 or several_rates):
         of_models = itertools.groupby(groups, key=lambda group: group.model)
         return [table for _, of_model in of_models for table in overview_tables(list(of_model))]
-    if not several:
-        return []
-    across, first = several[0], groups[0]
+    if len(groups) > 1:
+        across = "task" if len(tasks) > 1 else "model"
+        found = [_groups_side_by_side(groups, across)]
+        return [*found, *(_enough_by_task(groups) if across == "task" else ())]
+    return [_rates_side_by_side(groups[0])] if several_rates else []
+
+
+def _groups_side_by_side(groups: Sequence[Group], across: str) -> Table:
+    """Methods by groups, which are the tasks of one model or the models of one task (`across`)."""
+    first = groups[0]
+    columns = []
+    for group in groups:
+        unit, heading = group.meta.score_unit, ""
+        if across == "task":
+            better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
+            heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
+        columns.append(Column(getattr(group, across), heading, score_format(unit)))
     texts = rate_texts(*groups)
-    order_of = {at: place for place, at in enumerate(texts)}
-    rows = rows.assign(place=rows["at"].map(order_of).fillna(-1.0))
-    if across == "at":  # what has no rate has the same score at each
-        rates = [at for at in texts if at in set(rows["at"])]
-        columns = [Column(at, texts[at], score_format(first.meta.score_unit)) for at in rates]
-        above = [rows[rows["at"].isna()].assign(at=at) for at in rates]
-        rows = pd.concat([*above, rows.dropna(subset="at").assign(place=0.0)]).assign(group="")
-    else:
-        columns = [_overview_column(group, across) for group in groups]
-        rows = rows.assign(group=headings(rows["at"].fillna(""), texts))
-    keys = ["group", "place", "method", "variant"]
-    scored = list(dict.fromkeys(column.key for column in columns))
-    table = wide(rows, keys, across).dropna(subset=scored, how="all")
+    places = {at: place for place, at in enumerate(["", *texts])}
+    rows = pd.concat([totals_at_rates(group) for group in groups])
+    group_of = headings(rows["at"], texts)
+    rows = rows.assign(variant=rows["label"], group=group_of, place=rows["at"].map(places))
+    keys, names = ["group", "place", "method", "variant"], [column.key for column in columns]
+    table = wide(rows, keys, across).dropna(subset=names, how="all")
+    table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
+    loss = table[names[0]] * (1 if first.meta.lower_is_better else -1)
+    table = table.assign(loss=loss).sort_values(["place", "loss"], kind="stable")
+    what, shows = first.task, f"score{unit_text(first.meta.score_unit)}"
+    if across == "task":
+        what, shows = first.model, "all tasks"
+    protocol = next(filter(None, (group.protocol_in_title for group in groups)), "")
+    lower = across == "task" and any(group.meta.lower_is_better for group in groups)
+    return _overview(
+        first.model if across == "task" else "",
+        f"{what}{protocol}: {shows}",
+        table,
+        [*columns, Column("ratio", f"ratio, mean of {across}s", number)],
+        notes=[LOWER] * lower,
+        answer=[_headline(group, across) for group in groups],
+    )
+
+
+def _rates_side_by_side(group: Group) -> Table:
+    """The methods of one model on one task by rates, with the ratio that is enough. What has no rate
+    stands above, with the same score at each."""
+    rows, texts = totals_at_rates(group), rate_texts(group)
+    rows = rows.assign(variant=rows["label"])
+    rates = [at for at in texts if at in set(rows["at"])]
+    columns = [Column(at, texts[at], score_format(group.meta.score_unit)) for at in rates]
+    whole = rows[rows["at"].eq("")]
+    above = [whole.assign(at=at, place=0) for at in rates]
+    rows = pd.concat([*above, rows[rows["at"].ne("")].assign(place=1)])
+    table = wide(rows, ["place", "method", "variant"], "at")
+    table = table.dropna(subset=rates, how="all")
     # A method that lacks a score at one of the rates stands below the others.
-    loss = table[scored].mean(axis=1, skipna=False) if across == "at" else table[scored[0]]
-    table = table.assign(loss=loss if first.meta.lower_is_better else -loss)
-    order = ["place", "loss"]
-    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
-    if across != "at":
-        table = table.join(rows.groupby(keys)["ratio"].mean(), on=keys)
-        columns.append(Column("ratio", f"ratio, mean of {across}s", number))
-    elif len(enough):
+    loss = table[rates].mean(axis=1, skipna=False) * (1 if group.meta.lower_is_better else -1)
+    table, order, notes = table.assign(loss=loss), ["place", "loss"], []
+    enough = totals(tidy(group), RATIO_AT_95)
+    if len(enough):
         found = wide(enough, ["variant"], "measure").set_index("variant")
         table = _missed_last(table.join(found, on="variant"), ENOUGH_COLUMN)
         columns.append(ENOUGH_COLUMN)
         order.insert(1, f"{RATIO_AT_95}_order")
-    table = table.sort_values(order, kind="stable")
-    model = "" if across == "model" else first.model
-    task = "" if across == "task" else first.task
-    shows = "all tasks" if across == "task" else f"score{unit_text(first.meta.score_unit)}"
-    what = " on ".join(filter(None, [task, model]))
-    what += next(filter(None, (group.protocol_in_title for group in groups)), "")
+        notes.append(ENOUGH)
+    return _overview(
+        group.model,
+        f"{group.title}: score{unit_text(group.meta.score_unit)}",
+        table.sort_values(order, kind="stable"),
+        columns,
+        notes=notes,
+        answer=verdict(group).splitlines(),
+    )
+
+
+def _overview(
+    model: str,
+    title: str,
+    table: pd.DataFrame,
+    columns: Sequence[Column],
+    *,
+    notes: Sequence[str],
+    answer: Sequence[str],
+) -> Table:
     shown = with_values(table, (METHOD, *columns))
-    lower = across == "task" and any(group.meta.lower_is_better for group in groups)
-    answer = verdict(first).splitlines()
-    if len(groups) > 1:
-        answer = [_headline(group, across) for group in groups]
-    tables = [
-        Table(
-            f"overview-{model}" if model else "overview",
-            f"{what}: {shows}",
-            table,
-            shown,
-            (INTERVAL, *legend(table, shown), *[ENOUGH] * (RATIO_AT_95 in table), *[LOWER] * lower),
-            kind="overview",
-            answer=tuple(filter(None, answer)),
-        )
-    ]
-    if across == "task" and len(enough):
-        table = wide(enough, ["method", "variant"], "task")
-        tasks = [replace(ENOUGH_COLUMN, key=name, heading=name) for name in enough["task"].unique()]
-        for column in tasks:
-            table = _missed_last(table, column)
-        table = table.sort_values([f"{column.key}_order" for column in tasks], kind="stable")
-        title = f"{model}: {ENOUGH_COLUMN.name}"
-        notes = (*legend(table, tasks), ENOUGH)
-        name = f"{tables[0].name}-{RATIO_AT_95}"
-        tables.append(Table(name, title, table, (METHOD, *tasks), notes, kind="overview"))
-    return tables
+    return Table(
+        f"overview-{model}" if model else "overview",
+        title,
+        table,
+        shown,
+        (INTERVAL, *legend(table, shown), *notes),
+        kind="overview",
+        answer=tuple(filter(None, answer)),
+    )
 
 
-def _overview_column(group: Group, across: str) -> Column:
-    unit, heading = group.meta.score_unit, ""
-    if across == "task":
-        better = f" {LOWER[0]}" if group.meta.lower_is_better else ""
-        heading = f"{group.task}{metric_text(group)}{unit_text(unit)}{better}"
-    return Column(group.task if across == "task" else group.model, heading, score_format(unit))
+def _enough_by_task(groups: Sequence[Group]) -> Iterator[Table]:
+    """The ratios that are enough on each task of a model; none where no task has one."""
+    enough = pd.concat([totals(tidy(group), RATIO_AT_95) for group in groups])
+    if enough.empty:
+        return
+    table = wide(enough, ["method", "variant"], "task")
+    tasks = [replace(ENOUGH_COLUMN, key=name, heading=name) for name in enough["task"].unique()]
+    for column in tasks:
+        table = _missed_last(table, column)
+    table = table.sort_values([f"{column.key}_order" for column in tasks], kind="stable")
+    model = groups[0].model
+    yield Table(
+        f"overview-{model}-{RATIO_AT_95}",
+        f"{model}: {ENOUGH_COLUMN.name}",
+        table,
+        (METHOD, *tasks),
+        (*legend(table, tasks), ENOUGH),
+        kind="overview",
+    )
 
 
 def _missed_last(table: pd.DataFrame, column: Column) -> pd.DataFrame:
@@ -442,28 +481,6 @@ def _missed_last(table: pd.DataFrame, column: Column) -> pd.DataFrame:
     whatever number it has missed at."""
     missed = table[f"{column.key}_mark"].eq(MORE_THAN)
     return table.assign(**{f"{column.key}_order": table[column.key].where(~missed, np.inf)})
-
-
-def _overview_rows(group: Group) -> pd.DataFrame:
-    """A group's total scores by rate, named without it: of a probe that measures several rates in one
-    run those of each rate, else those of the variants. ``ratio`` is the mean measured ratio."""
-    frame = tidy(group)
-    total = totals(frame)
-    at_of = {variant.label: variant.at for variant in group.variants}
-    total = total.assign(ratio=totals(frame, "ratio")["mean"], at=total["variant"].map(at_of))
-    at_rates = frame[frame["by"].eq("rate") & frame["measure"].eq("score")]
-    at_rates = at_rates[at_rates["variant"].isin(group.compressed)]
-    if at_rates["value"].nunique() > 1:
-        at_rates = at_rates[at_rates["variant"].isin(ratios_of(group)["variant"])]
-        at_rates = at_rates.assign(at=pd.to_numeric(at_rates["value"]).map(at_rate))
-        held = held_by(group, "rate")
-        points = zip(at_rates["variant"], at_rates["value"], strict=True)
-        ratios = [held[point]["ratio"] if point in held else np.nan for point in points]
-        at_rates = at_rates.assign(ratio=ratios)
-        others = total[~total["variant"].isin(at_rates["variant"])].assign(at=None)
-        total = pd.concat([others, at_rates])
-    at = total["at"].where(total["variant"].isin(group.compressed)).replace("", None)
-    return total.assign(variant=total["variant"].map(group.names), at=at)
 
 
 def metric_text(group: Group) -> str:
@@ -488,7 +505,7 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
         ]
         means = means.iloc[sorted(range(len(means)), key=order.__getitem__)]
         means = means.rename(columns={"mean": "score", "count": "scored"})
-        data = means.assign(model=group.model, task=group.task, unit=group.meta.score_unit)
+        data = means.assign(**group.about, unit=group.meta.score_unit)
         data = in_percent(data, ["score", "mean_of_parts"])
         name = f"{group.task}-{group.model}-by-{by}-and-dataset"
         tables.append(Table(name, "", means, columns=(), data=data))
@@ -521,9 +538,7 @@ def pairs_table(group: Group) -> Table | None:
         return None
     frame = pd.DataFrame(rows)
     unit = group.meta.score_unit
-    data = frame.drop(columns=["at", "sign"]).assign(
-        model=group.model, task=group.task, compress_after=group.protocol, unit=unit
-    )
+    data = frame.drop(columns=["at", "sign"]).assign(**group.about, unit=unit)
     shown = frame if len(frame) <= MOST_PAIRS else frame[frame["to_best"]]
     first, second = shown["first"], shown["second"]
     if len(group.peers) > 1:
@@ -548,8 +563,7 @@ def pairs_table(group: Group) -> Table | None:
             notes.append("Pairs with a difference: more than a tenth of their prompts have a 0.")
     return Table(
         f"{group.task}-{group.model}-pairs",
-        f"{group.task} on {group.model}{group.protocol_in_title}: which compressed methods differ"
-        f" significantly{unit_text(unit)}",
+        f"{group.title}: which compressed methods differ significantly{unit_text(unit)}",
         shown,
         with_values(shown, columns),
         tuple(notes),
@@ -634,33 +648,26 @@ def fidelity_table(group: Group) -> Table:
     """Every distance from the exact model, averaged over prompts, by rate; with the same intervals as in
     every other table."""
     records, by = group.records, "rate" if "rate" in group.records else "dataset"
-    parts: list[Any] = []
+    keys, parts = ["value", "method", "variant"], []
     for name in _DISTANCES:
-        meta = replace(group.meta, score_unit="fraction" if name == "agreement" else "")
-        rows = scores(replace(group, meta=meta, records=records.assign(score=records[name])), by)
-        rows = rows[rows["measure"].eq("score")].set_index(["value", "method", "variant"])
-        ends = rows[["mean", "low", "high"]].set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
-        parts.append(ends)
-    whole_prompts = records.assign(value=records[by].map(as_text), all=1)
-    kept = whole_prompts.groupby(["value", "method", "variant"])[["compressed", "all"]].sum()
-    parts.append(
-        (kept["compressed"].map(int).map(str) + "/" + kept["all"].map(str)).rename("compressed")
-    )
-    frame = pd.concat(parts, axis=1).drop(columns=["ratio_low", "ratio_high"]).reset_index()
-    frame = frame.sort_values(
+        unit = "fraction" if name == "agreement" else ""
+        rows = scores(group.measuring(records[name], unit), by)
+        parts.append(rows[rows["measure"].eq("score")].assign(measure=name))
+    prompts = records.assign(value=records[by].map(as_text)).groupby(keys)["compressed"]
+    compressed = prompts.sum().map(int).map(str) + "/" + prompts.size().map(str)
+    frame = wide(pd.concat(parts), keys, "measure", marks=False).join(compressed, on=keys)
+    frame = frame.drop(columns=["ratio_low", "ratio_high"]).sort_values(
         "value", key=lambda of: pd.to_numeric(of, errors="coerce"), ascending=False, kind="stable"
     )
     value = frame.pop("value")
     frame["group"] = "rate " + value if by == "rate" else ""
     shares = {str(k): 100 * frame[k] for k in frame if str(k).startswith("agreement")}
-    about = {"model": group.model, "task": group.task, "compress_after": group.protocol}
-    data = frame.assign(**about, **shares)
+    data = frame.assign(**group.about, **shares)
     if by == "rate":
         frame["group"] = headings(pd.to_numeric(value).map(at_rate), rate_texts(group))
     return Table(
         f"{group.task}-{group.model}-fidelity",
-        f"{group.task} on {group.model}{group.protocol_in_title}: distance from the exact model, per"
-        " token",
+        f"{group.title}: distance from the exact model, per token",
         frame,
         (
             METHOD,
@@ -744,7 +751,7 @@ def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str
         low, value, high = (written(change[key][first]) for key in ("low", "mean", "high"))
         interval = f" [{low}, {high}]" if len(equal) == 1 else ""
         against = "times that of" if is_ratio else "against"
-        line += f", {value}{interval} {against} {group.baseline_name or BASELINE}"
+        line += f", {value}{interval} {against} {BASELINE}"
     alike = [label for label in marked["best"] + marked["tied"] if label not in equal]
     for heading, labels in (
         ("significantly better", marked["better"]),

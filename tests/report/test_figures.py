@@ -35,10 +35,11 @@ from kvbench.report.figures import (
     grid_of,
     heatmaps,
     memory,
-    memory_rows,
     pareto,
 )
+from kvbench.report.frame import totals_at_rates
 from kvbench.report.runs import Group
+from kvbench.report.table import in_percent
 
 
 def drawn(group: Group) -> dict[str, Drawn]:
@@ -78,18 +79,18 @@ def test_values_that_are_no_numbers_are_not_joined(tmp_path: Path) -> None:
 
 def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_path: Path) -> None:
     group = group_of(write_sweep(tmp_path))
-    rows = memory_rows(group)
+    rows = in_percent(totals_at_rates(group))
     mine = rows[rows["label"] == "snapkv"]
-    assert list(mine["x"]) == pytest.approx([0.62, 0.37, 0.25], abs=0.01)
+    assert list(mine["ratio"]) == pytest.approx([0.62, 0.37, 0.25], abs=0.01)
     assert list(mine["mean"]) == pytest.approx([74.0, 72.0, 74.0])
     (ax,) = drawn(group)["ratio"].figure.axes
     assert ax.get_xscale() == "log"
     ticks = [label.get_text() for label in ax.get_xticklabels()]
     assert ticks == ["0.25\n0.125", "0.37\n0.25", "0.62\n0.5"], "the ratios of the rates"
-    points = list(zip(rows["x"], rows["mean"], strict=True))
-    best = [p for p, on in zip(points, pareto(points, lower=False), strict=True) if on]
-    for x, y in points:
-        beaten = any(a <= x and b >= y and (a, b) != (x, y) for a, b in points)
+    pairs = list(zip(rows["ratio"], rows["mean"], strict=True))
+    best = [p for p, on in zip(pairs, pareto(pairs, lower=False), strict=True) if on]
+    for x, y in pairs:
+        beaten = any(a <= x and b >= y and (a, b) != (x, y) for a, b in pairs)
         assert ((x, y) in best) is not beaten
     assert pareto([(1, 3), (2, 2), (2, 4), (3, 1)], lower=True) == [True, True, False, True]
 

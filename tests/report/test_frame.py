@@ -24,8 +24,7 @@ import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.report import frame
 from kvbench.report.build import build_report
-from kvbench.report.figures import memory_rows
-from kvbench.report.frame import AVERAGE, scores, tidy, totals
+from kvbench.report.frame import AVERAGE, scores, tidy, totals, totals_at_rates
 from kvbench.report.page import facts_of
 from kvbench.report.runs import COLUMNS, Group, group_runs, load_experiment
 from kvbench.report.tables import overview_tables, pairs_table, score_table, verdict
@@ -255,8 +254,8 @@ def test_score_ratio_and_what_is_enough_are_weighed_alike(tmp_path: Path) -> Non
     assert ratios["snapkv, rate 0.25"] == pytest.approx(0.2)
     enough = totals(frame, "ratio_at_95").loc["snapkv"]
     assert (enough["mean"], enough["mark"]) == (pytest.approx(0.2), "at_most")
-    curve = memory_rows(group)
-    assert list(curve["x"][curve["label"] == "snapkv"]) == pytest.approx([0.4, 0.2])
+    curve = totals_at_rates(group)
+    assert list(curve["ratio"][curve["label"] == "snapkv"]) == pytest.approx([0.4, 0.2])
 
 
 def test_a_rate_of_the_middle_and_one_of_the_prompt_are_not_ranked_together(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from kvbench.report.table import (
     MISSING,
     Column,
     Table,
-    value_text,
+    score_format,
 )
 from kvbench.report.tables import fidelity_table, overview_tables, tables_of
 
@@ -51,7 +51,7 @@ TABLE = Table(
     ),
     (
         Column("variant", "method"),
-        Column("score", "score, %", lambda v: value_text(v, "fraction")),
+        Column("score", "score, %", score_format("fraction")),
         Column("count", text=lambda v: f"{v:,.0f}"),
     ),
     ("A note_1.",),
