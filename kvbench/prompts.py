@@ -32,6 +32,10 @@ def check_length(text: str) -> None:
         )
 
 
+def name_of(tokenizer: object) -> str:
+    return str(getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__)
+
+
 @contextmanager
 def tokenizing(tokenizer: object) -> Iterator[None]:
     """Raise a failure of the tokenizer, which may be anything, as a PromptError of one line."""
@@ -40,11 +44,9 @@ def tokenizing(tokenizer: object) -> Iterator[None]:
     except (MemoryError, TimeoutError, UserError):
         raise
     except Exception as error:
-        line = (str(error).strip().splitlines() or ["no message"])[0]
-        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
         raise PromptError(
-            f"tokenizer {name!r} cannot encode a text: {type(error).__name__}: {line}; allowed: "
-            "one that can"
+            f"tokenizer {name_of(tokenizer)!r} cannot encode a text: {one_line(error)}; allowed: one "
+            "that can"
         ) from error
 
 
@@ -66,7 +68,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Thought:
-    """What a model writes before its answer.
+    """The text that a model writes before its answer.
 
     Attributes:
         end: the text that ends it.
@@ -201,7 +203,7 @@ class PromptEncoder:
             return ids, len(ids)
         # A slow tokenizer does not know the characters of a token: the tokens before the cut are those
         # that begin the encoding of the text before the cut as well.
-        _say_without_offsets(str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__)))
+        _say_without_offsets(name_of(tokenizer))
         head = tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"]
         return ids, sum(1 for _ in takewhile(bool, map(eq, ids, head)))
 
@@ -217,7 +219,7 @@ class PromptEncoder:
             PromptError: there is no template, or it refuses the messages.
         """
         tokenizer: Any = self.tokenizer
-        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+        name = name_of(tokenizer)
         if not getattr(tokenizer, "chat_template", True):
             raise PromptError(
                 f"the prompt is a chat and tokenizer {name!r} has no chat template; allowed: a text, or "
@@ -271,7 +273,8 @@ class PromptEncoder:
     def render_around(
         self, marks: Sequence[str], messages: Sequence[Mapping[str, str]], *, answer: bool = True
     ) -> list[str]:
-        """What the chat template writes before, between and after these parts of the messages' contents.
+        """The texts that the chat template writes before, between and after these parts of the messages'
+        contents.
 
         Raises:
             PromptError: see `render`; the template prints one of them not once.
@@ -281,13 +284,10 @@ class PromptEncoder:
         for mark in marks:
             if text.count(mark) != 1:
                 times = text.count(mark)
-                name = (
-                    getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
-                )
                 raise PromptError(
-                    f"the chat template of tokenizer {name!r} prints a message {times} times"
-                    f"{'' if times else ', or changes it'}; allowed: once, as it is (or, for jobs, "
-                    "model.chat_template=never)"
+                    f"the chat template of tokenizer {name_of(self.tokenizer)!r} prints a message "
+                    f"{times} times{'' if times else ', or changes it'}; allowed: once, as it is "
+                    "(or, for jobs, model.chat_template=never)"
                 )
             before, _, text = text.partition(mark)
             around.append(before)

@@ -75,11 +75,17 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         warnings.append(str(error))
     published = published_tables(theirs)
     ranked = [group for group in experiment.groups if is_ranked(group)]
-    together, alone = _by_protocol(ranked)
+    # A leaderboard sets those of one protocol side by side; the table of rates of one that is alone in
+    # its protocol stands in its own section.
+    count = Counter(group.protocol for group in ranked)
+    together = [group for group in ranked if count[group.protocol] > 1]
     above = " ".join(experiment.small)
-    sections = []
+    sections, of_sections = [], []
     for group in experiment.groups:
-        tables = [*(overview_tables([group]) if group in alone else ()), *tables_of(group)]
+        tables = tables_of(group)
+        of_sections += tables
+        if is_ranked(group) and group not in together:
+            tables = [*overview_tables([group]), *tables]
         figures = [replace(drawn, above=above) for drawn in figures_of(group)]
         examples = min(LIMIT // len(experiment.groups), MOST_ANSWERS // len(group.variants))
         sections.append(Section(group, verdict(group), tables, figures, max(3, examples)))
@@ -96,7 +102,6 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     drawn = [*leads, *(figure for section in sections for figure in section.figures)]
     said_first = remarks(experiment)  # which the terminal prints below its tables
     said_first += [f"left aside: {line}" for line in lines_of(aside_of(experiment.folder))]
-    of_sections = [table for group in experiment.groups for table in tables_of(group)]
     shown = [*shared, *overview_tables(ranked), *published, *of_sections]
     try:
         page = write_text(
@@ -112,8 +117,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
             ),
             PAGE_MARK,
         )
-        if ranked:
-            scores = summary(ranked)
+        if SUMMARY_MARK in (scores := summary(ranked)):  # not where nothing has a score
             write_text(experiment.folder / SUMMARY, scores, SUMMARY_MARK)
         table_files = write_tables(shown, experiment.folder, experiment.small)
         types: Sequence[FileType] = ("svg", "png", "pdf") if for_print else ("svg",)
@@ -150,14 +154,6 @@ def incomplete(experiment: Experiment) -> Iterator[str]:
         named = "; ".join(short[:MOST_NAMES])
         more = f" and {len(short) - MOST_NAMES} more runs" if len(short) > MOST_NAMES else ""
         yield f"records are missing: {named}{more}; their command again runs what is missing"
-
-
-def _by_protocol(ranked: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """The groups that a leaderboard sets side by side, those of one protocol with another of it; and
-    those that are alone in theirs, whose table of rates stands in their own section."""
-    count = Counter(group.protocol for group in ranked)
-    together = [group for group in ranked if count[group.protocol] > 1]
-    return together, [group for group in ranked if count[group.protocol] == 1]
 
 
 def summary(groups: Sequence[Group]) -> str:

@@ -106,7 +106,7 @@ def memory(groups: Sequence[Group]) -> Drawn | None:
     first = some[0]
     draw, text = against_bytes(panels, score_axis(first), lower=first.meta.lower_is_better)
     if len(some) == 1:
-        title = f"{first.task}{first.protocol_in_title}: score against memory"
+        title = f"{first.title}: score against memory"
         return Drawn(f"{stem(first)}-ratio", title, text, draw, kind="memory")
     title = f"Score against memory: {len(panels)} tasks or models"
     return Drawn("overview-ratio", title, text, draw, kind="memory")
@@ -231,7 +231,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         grey=grey,
         explained={INTERVAL: interval_bar("|")},
     )
-    title = f"{group.task}{group.protocol_in_title}: score by {words(by)}"
+    title = f"{group.title}: score by {words(by)}"
     return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
 
 
@@ -273,7 +273,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     look: dict[str, Any] = {"ticks": lambda _: names, "joined": False}
     look |= {"explained": {spread: interval_bar("|")}}
     draw = partial(lines, panels, xlabel, ylabel, **look)
-    title = f"{group.task}{group.protocol_in_title}: {ylabel} by {words(spec.x)}"
+    title = f"{group.title}: {ylabel} by {words(spec.x)}"
     return Drawn(f"{stem(group)}-bars", title, f"Means; error bars: {spread}.", draw, "bars")
 
 
@@ -306,7 +306,7 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     labels = AXIS_LABELS.get(spec.x, words(spec.x)), AXIS_LABELS.get(spec.y, words(spec.y))
     limits = scale_of(group, list(of_variants.values()))
     draw = partial(grids, panels, *labels, limits)
-    title = f"{group.task}{group.protocol_in_title}: score by {words(spec.x)} and {words(spec.y)}"
+    title = f"{group.title}: score by {words(spec.x)} and {words(spec.y)}"
     text = f"Means, {score_axis(group)}, on one colour scale; grey cells have no scored example."
     text += left_out
     return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap")

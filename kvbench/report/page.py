@@ -298,7 +298,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     starts = [one for m in manifests for one in (*m.get("earlier_starts", ()), m)]
     dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
-    identities = [m.get("identity") or m.get("config") or {} for m in manifests]
+    identities = [manifest.get("identity") or {} for manifest in manifests]
     compressed = [_compressed(identity) for identity in identities]
     facts = {
         "model": [group.model for group in experiment.groups],

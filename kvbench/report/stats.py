@@ -23,7 +23,7 @@ marks are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,8 +86,9 @@ class Estimate(NamedTuple):
 NOTHING = Estimate(math.nan)
 
 
-def _numbers(column: Iterable[float]) -> Estimate:
-    return Estimate(*map(float, column))  # type: ignore[arg-type]
+def _estimates(*rows: Array) -> list[Estimate]:
+    """An estimate for each column of these rows, which are the first fields of `Estimate`."""
+    return [Estimate(*column) for column in np.transpose(rows).tolist()]
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,10 @@ class Scores:
         the mean over pairs, and their variance is that of a ratio.
         """
         sums, counts = self._sums(values)
-        mean, num_units = ratio(sums.sum(0), counts.sum(0)), (counts > 0).sum(0)
-        linear = mean + (sums - mean * counts) * ratio(num_units, counts.sum(0))
+        mean, num_units = divided(sums.sum(0), counts.sum(0)), (counts > 0).sum(0)
+        linear = mean + (sums - mean * counts) * divided(num_units, counts.sum(0))
         even = counts.max(0, initial=0.0) * num_units == counts.sum(0)
-        return np.where(counts > 0, np.where(even, ratio(sums, counts), linear), np.nan)
+        return np.where(counts > 0, np.where(even, divided(sums, counts), linear), np.nan)
 
     def scored_by(self, variants: Sequence[int]) -> Flags:
         """[pairs] whether all of these variants have a score."""
@@ -128,7 +129,7 @@ class Scores:
 
     def unit_means(self, values: Array) -> Array:
         """[units, columns]: the mean of each unit, however many pairs it has."""
-        return ratio(*self._sums(values))
+        return divided(*self._sums(values))
 
     def _sums(self, values: Array) -> tuple[Array, Array]:
         order = np.argsort(self.units, kind="stable")
@@ -138,7 +139,7 @@ class Scores:
         return sums, np.add.reduceat(known.astype(float), starts, axis=0)
 
 
-def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
+def divided(sums: ArrayLike, counts: ArrayLike) -> Array:
     """`sums` divided by `counts`; NaN where a count is 0."""
     sums, counts = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
@@ -174,7 +175,7 @@ def _moments(parts: Sequence[Array], ends: tuple[float, float] | None) -> _Momen
     for values in parts:
         known = ~np.isnan(values)
         n = known.sum(0).astype(float)
-        mean = ratio(np.where(known, values, 0.0).sum(0), n)
+        mean = divided(np.where(known, values, 0.0).sum(0), n)
         away = np.where(known, values - mean, 0.0)
         if ends is None:
             high = np.abs(away).max(0, initial=0.0)
@@ -185,12 +186,12 @@ def _moments(parts: Sequence[Array], ends: tuple[float, float] | None) -> _Momen
         squares = np.square(away).sum(0) + np.square(low) + np.square(high)
         variance = squares / (n + 2) - np.square((low + high) / (n + 2))
         means.append(mean)
-        variances.append(np.where(high > low, ratio(variance, n), 0.0))
+        variances.append(np.where(high > low, divided(variance, n), 0.0))
         freedoms.append(np.maximum(n - 1, 1))
         sizes.append(n)
     each, units = np.array(variances), np.array(sizes)
     total = each.sum(0)
-    freedom = ratio(np.square(total), (np.square(each) / np.array(freedoms)).sum(0))
+    freedom = divided(np.square(total), (np.square(each) / np.array(freedoms)).sum(0))
     freedom = np.where((units > 1).any(0), np.nan_to_num(freedom), 0.0)
     return _Moments(np.mean(means, axis=0), np.sqrt(total) / len(parts), freedom, units.sum(0))
 
@@ -219,9 +220,9 @@ def mean_intervals(
     elif signed:
         low, high = mean - half, mean + half
     else:
-        factor = np.exp(ratio(half, mean))
+        factor = np.exp(divided(half, mean))
         low, high = mean / factor, mean * factor
-    return [_numbers(column) for column in zip(mean, low, high, strict=True)]
+    return _estimates(mean, low, high)
 
 
 def wilson(p: Array, n: Array) -> tuple[Array, Array]:
@@ -269,8 +270,7 @@ def differences(parts: Sequence[Array], *, reach: float | None, by: float = 0.0)
     few = moments.units < FEWEST
     low, high = np.where(few, np.nan, low), np.where(few, np.nan, high)
     p = np.where(few, np.nan, np.minimum(1.0, p))
-    columns = zip(mean, low, high, p, discordant, strict=True)
-    return [_numbers(column) for column in columns]
+    return _estimates(mean, low, high, p, discordant)
 
 
 def ratios_of_pairs(

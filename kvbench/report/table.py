@@ -160,20 +160,13 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def is_general(note: str) -> bool:
-    """Whether a note explains intervals, differences or marks, which mean the same in every table."""
-    return note in ABOUT_INTERVALS or note in LEGEND.values()
-
-
 def footer(notes: Iterable[str]) -> list[str]:
     """Notes in at most three lines: intervals and differences, then marks, then everything else."""
     each = list(dict.fromkeys(notes))
-    lines = (
-        [note for note in each if note in ABOUT_INTERVALS],
-        [note for note in each if note in LEGEND.values()],
-        [note for note in each if not is_general(note)],
-    )
-    return [" ".join(line) for line in lines if line]
+    about = [note for note in each if note in ABOUT_INTERVALS]
+    marks = [note for note in each if note in LEGEND.values()]
+    others = [note for note in each if note not in (*about, *marks)]
+    return [" ".join(line) for line in (about, marks, others) if line]
 
 
 def wide(

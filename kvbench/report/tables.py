@@ -77,6 +77,8 @@ MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
 MOST_NAMES = 4
 """Methods that a list of a verdict names; it counts the others."""
+_SECONDS = ("prefill_compress_s", "decode_s")
+"""Columns of a throughput probe's table that are minima and medians over runs."""
 _MEDIANS = {
     "prefill_compress_s_over_exact": "prefill_ratio",
     "tokens_per_s": "tokens_per_s",
@@ -584,19 +586,15 @@ def timing_table(group: Group) -> Table:
             if part.empty:
                 continue
             good = part[part["status"] == "ok"]
-            fields = [*_MEDIANS.values(), *_MEANS, "batch", "new_tokens", "decode_s", "score"]
+            fields = [*_SECONDS, *_MEDIANS.values(), *_MEANS, "batch"]
             measured = good.reindex(columns=fields).apply(pd.to_numeric)
-            rate = measured["new_tokens"] / measured["decode_s"]
-            measured["tokens_per_s"] = measured["tokens_per_s"].fillna(measured["score"])
-            measured["decode_tokens_per_s"] = measured["decode_tokens_per_s"].fillna(rate)
-            measured["prefill_compress_s"] = good["prefill_s"] + good["compress_s"].fillna(0.0)
             named = dict(zip(["prompt_tokens", *asked], key, strict=True))
             row: dict[str, Any] = {"method": variant.method, "variant": variant.label}
             row |= {
                 "prompt_and_new_tokens": _setting(named, good),
                 "batch": measured["batch"].mean(),
             }
-            for name in ("prefill_compress_s", "decode_s"):
+            for name in _SECONDS:
                 row |= {f"{name}_min": measured[name].min(), name: measured[name].median()}
             for name, field in _MEDIANS.items():
                 row |= median_of(measured[field]).named(name)

@@ -239,9 +239,7 @@ def _log_group(
             "group": name[:128],
             "job_type": group.task,
             "config": {
-                "model": group.model,
-                "task": group.task,
-                "compress_after": group.protocol,
+                **group.about,
                 "method": variant.method,
                 "variant": variant.label,
                 "rate": rate,

@@ -189,6 +189,8 @@ def throughput_records(method: str) -> list[dict[str, Any]]:
         cost = costs(rng, method, 0.25, 4096) | {"new_tokens": 128}
         decode = float(rng.normal(3.0 if method == "exact" else 2.2, 0.05))
         extra = {"decode_s": decode, "tokens_per_s": 128 / decode, "peak_bytes": 9e8}
+        extra |= {"prefill_compress_s": cost["prefill_s"] + cost["compress_s"]}
+        extra |= {"decode_tokens_per_s": 128 / decode}
         record = {"example_id": f"run-{run}", "run": run, "score": 128 / decode}
         records.append(cost | extra | record)
     return records
