@@ -20,15 +20,13 @@ from kvbench.report.papers import PaperError
 from kvbench.report.published import beside, published_tables
 from kvbench.report.remarks import remarks
 from kvbench.report.render import PAGE_MARK, csv, latex, markdown, write_text
-from kvbench.report.runs import Experiment, Group, load_experiment
+from kvbench.report.runs import Experiment, Group, listed, load_experiment
 from kvbench.report.table import Table
 from kvbench.report.tables import overview_tables, paper_table, score_table, tables_of, verdict
 
 if TYPE_CHECKING:
     from kvbench.report.drawing import Drawn, FileType
 
-MOST_NAMES = 4
-"""Runs that a warning names."""
 SUMMARY, SUMMARY_MARK = "summary.json", '"score":'
 
 
@@ -151,9 +149,8 @@ def incomplete(experiment: Experiment) -> Iterator[str]:
             name = run.folder.relative_to(experiment.folder)
             short.append(f"{name} has {there} of {len(asked)}" if asked else f"{name} has none")
     if short:
-        named = "; ".join(short[:MOST_NAMES])
-        more = f" and {len(short) - MOST_NAMES} more runs" if len(short) > MOST_NAMES else ""
-        yield f"records are missing: {named}{more}; their command again runs what is missing"
+        named = listed(short, separator="; ")
+        yield f"records are missing: {named}; their command again runs what is missing"
 
 
 def summary(groups: Sequence[Group]) -> str:

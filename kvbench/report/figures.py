@@ -42,13 +42,13 @@ from kvbench.report.ratios import (
     rate_texts,
     ratios_of,
 )
-from kvbench.report.runs import BASELINE, Group, Variant, as_text, natural_order, words
+from kvbench.report.runs import BASELINE, Group, Variant, as_text, listed, natural_order, words
 from kvbench.report.style import INK, OF_THE_PAPERS, style_of
 from kvbench.report.table import in_percent
 
 MOST_LINES, MOST_PANELS = 8, 12
 """Methods of a figure that have a colour, beside the exact cache; panels of one."""
-MOST_NAMES = 12
+MOST_LEFT_OUT = 12
 """Methods that a caption names as left out."""
 RULE_OF_COLOURS = (
     f"In colour: {MOST_LINES} methods, BalanceKV, SubGen and H2O before others, then those of the best"
@@ -58,7 +58,7 @@ RATIO_AXIS = "bytes held / bytes of the exact cache (below: the rate)"
 ABOUT_ONE_RATIO = 1.5
 """Where the largest ratio is at most this many times the smallest, methods hold about as much."""
 PARETO = "no other has both fewer bytes and a better mean"
-INTERVAL = "95 % interval"
+BAR = "95 % interval"
 AXIS_LABELS = {
     "length": "context length (tokens)",
     "depth": "depth (%)",
@@ -148,7 +148,7 @@ def against_bytes(
                 frame["label"] += frame["x"].map(lambda x: f"  ({x:.2f})")
             ringed[title] = frame
         beside = "; beside the name the ratio" if len(panels) == 1 else ""
-        explained[INTERVAL] = interval_bar("_")
+        explained[BAR] = interval_bar("_")
         return partial(rows, ringed, f"{axis}{beside}", explained=explained), text
     grey = rest_of(others, lower=lower)
     text += " Points of about the same ratio are drawn side by side."
@@ -162,7 +162,7 @@ def against_bytes(
         log="xy" if lower and (every["mean"] > 0).all() else "x",
         baseline=BASELINE,
         grey=grey,
-        explained=explained | {INTERVAL: interval_bar("|")},
+        explained=explained | {BAR: interval_bar("|")},
     )
     return draw, text
 
@@ -229,7 +229,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         ticks=lambda _: names,
         joined=all(value[:1].isdigit() for value in values),
         grey=grey,
-        explained={INTERVAL: interval_bar("|")},
+        explained={BAR: interval_bar("|")},
     )
     title = f"{group.title}: score by {words(by)}"
     return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
@@ -352,9 +352,7 @@ def best_first(group: Group, labels: Collection[str]) -> tuple[dict[str, Variant
         rates = [variant.at for variant in ordered if variant.at]
         lowest = max(rates, key=largest_first, default="")
         at_lowest = f" at the lowest rate ({rate_texts(group)[lowest]})" if rates else ""
-        named = "; ".join(rest[:MOST_NAMES])
-        if len(rest) > MOST_NAMES:
-            named += f" and {len(rest) - MOST_NAMES} more"
+        named = listed(rest, MOST_LEFT_OUT, "; ")
         text = f" The best{at_lowest} first. Left out: {named}."
     return {title: titled[title] for title in shown}, text
 

@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from kvbench.report.runs import Group, Variant
+from kvbench.report.runs import Group, Variant, listed
 from kvbench.report.stats import Estimate, Scores, differences, num_units, paired
 
 RATIO_AT_95 = "ratio_at_95"
@@ -139,8 +139,7 @@ def rate_in_title(group: Group) -> str:
 def mean_over_rates(group: Group) -> str:
     """ "mean over rates 0.5, 0.25 and 0.125"."""
     rates = sorted(pd.to_numeric(group.good["rate"]).dropna().unique(), reverse=True)
-    *first, last = [f"{rate:g}" for rate in rates]
-    return f"mean over rates {', '.join(first)} and {last}"
+    return f"mean over rates {listed([f'{rate:g}' for rate in rates], len(rates))}"
 
 
 def nonnegative_from(ratios: ArrayLike, margins: ArrayLike) -> float:

@@ -44,6 +44,8 @@ COLUMNS = (
     "run",
 )
 """The first columns of every frame of `load`; the fields of the task follow, sorted by name."""
+MOST_NAMES = 4
+"""Names that a sentence lists; it counts the others."""
 _LONGEST = 80
 """Most characters of a name."""
 
@@ -61,6 +63,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def listed(names: Sequence[str], most: int = MOST_NAMES, separator: str = ", ") -> str:
+    """At most so many names in a sentence, and how many others there are."""
+    *some, last = names
+    if len(names) > most:
+        some, last = list(names[:most]), f"{len(names) - most} more"
+    return f"{separator.join(some)} and {last}" if some else last
 
 
 def short_name(text: str) -> str:

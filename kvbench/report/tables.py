@@ -42,7 +42,7 @@ from kvbench.report.ratios import (
     ratios_of,
     too_few_for_95,
 )
-from kvbench.report.runs import BASELINE, Group, as_text, natural_order, words
+from kvbench.report.runs import BASELINE, Group, as_text, listed, natural_order, words
 from kvbench.report.stats import FEWEST, NOTHING, median_of, num_units
 from kvbench.report.table import (
     DIFFERENCE,
@@ -75,8 +75,6 @@ MOST_PAIRS = 15
 """A table of more pairs than this shows those with the best method."""
 MOST_RATES = 3
 """Rates that a verdict speaks of: the lowest ones."""
-MOST_NAMES = 4
-"""Methods that a list of a verdict names; it counts the others."""
 _SECONDS = ("prefill_compress_s", "decode_s")
 """Columns of a throughput probe's table that are minima and medians over runs."""
 _MEDIANS = {
@@ -411,8 +409,8 @@ def _rates_side_by_side(group: Group) -> Table:
     rows = rows.assign(variant=rows["label"])
     rates = [at for at in texts if at in set(rows["at"])]
     columns = [Column(at, texts[at], score_format(group.meta.score_unit)) for at in rates]
-    whole = rows[rows["at"].eq("")]
-    above = [whole.assign(at=at, place=0) for at in rates]
+    without_rate = rows[rows["at"].eq("")]
+    above = [without_rate.assign(at=at, place=0) for at in rates]
     rows = pd.concat([*above, rows[rows["at"].ne("")].assign(place=1)])
     table = wide(rows, ["place", "method", "variant"], "at")
     table = table.dropna(subset=rates, how="all")
@@ -762,11 +760,3 @@ def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str
 
 def _named(group: Group, labels: Sequence[str]) -> str:
     return listed([group.names[label] for label in labels])
-
-
-def listed(names: Sequence[str]) -> str:
-    """At most `MOST_NAMES` names in a sentence, and how many others there are."""
-    *some, last = names
-    if len(names) > MOST_NAMES:
-        some, last = list(names[:MOST_NAMES]), f"{len(names) - MOST_NAMES} more"
-    return f"{', '.join(some)} and {last}" if some else last
