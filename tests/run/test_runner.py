@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import statistics
-import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from kvbench.probes.throughput import Throughput
 from kvbench.prompts import PromptEncoder, Thought
 from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
 from kvbench.records.store import config_hash
-from kvbench.run import identity, provenance, source
+from kvbench.run import identity, provenance
 from kvbench.run.identity import without_defaults
 from kvbench.run.plan import TaskPlan
 from kvbench.run.preview import print_dry_run
@@ -180,30 +179,6 @@ def test_only_what_follows_a_thought_is_scored(
     assert "thought" not in plain[0]
     assert job.folders["exact"].name != thinking.folders["exact"].name
     assert f"only what follows {end!r} is scored, and a thought that is not over" in caplog.text
-
-
-def test_the_revision_says_whether_code_or_configs_have_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str) -> str:
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *author, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    files = [tmp_path / name for name in ("kvbench/run/a.py", "kvbench/b.py", "conf/c.yaml", "d")]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
-    monkeypatch.setattr(source, "PACKAGE", tmp_path / "kvbench")
-    for file, suffix in zip(files, ("+dirty", "+dirty", "+dirty", ""), strict=True):
-        file.write_text("changed")
-        assert provenance.code_revision.__wrapped__() == git("rev-parse", "HEAD") + suffix
-        file.write_text("")
-    (tmp_path / "kvbench/new.py").touch()
-    assert provenance.code_revision.__wrapped__().endswith("+dirty"), "an untracked file"
 
 
 def test_the_hardware_of_a_run_on_a_gpu_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from kvbench.records.read import load_runs
 from kvbench.records.store import write_manifest
 from kvbench.report.runs import load_experiment
 from kvbench.run import job as jobs
-from kvbench.run import source
+from kvbench.run import provenance, source
 from kvbench.run.runner import run_job
 
 CODE = """
@@ -163,26 +163,51 @@ def test_an_installed_package_is_its_version() -> None:
     assert [name for name in own if name.startswith("torch")] == []
 
 
-def test_an_untracked_and_an_edited_file_are_not_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str) -> None:
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(
-            ["git", "-C", str(tmp_path), *author, *words], check=True, capture_output=True
-        )
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A function: commit these files of a repository, of which kvbench/ is the package; its commit."""
 
+    def git(*words: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *author, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(files: dict[str, str]) -> str:
+        write(tmp_path, files)
+        git("init")
+        git("add", ".")
+        git("commit", "-m", "first")
+        monkeypatch.setattr(source, "PACKAGE", tmp_path / "kvbench")
+        return git("rev-parse", "HEAD")
+
+    return commit
+
+
+def test_an_untracked_and_an_edited_file_are_not_shipped(
+    tmp_path: Path, checkout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "kvbench"
-    write(package, {"a.py": "1", "b.py": "1", "sub/c.py": "1", "e.py": "x = 1"})
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
+    files = {"a.py": "1", "b.py": "1", "sub/c.py": "1", "e.py": "x = 1"}
+    checkout({f"kvbench/{name}": text for name, text in files.items()})
     write(package, {"a.py": "2", "d.py": "1", "e.py": "\nx = 1  # one\n"})
-    monkeypatch.setattr(source, "PACKAGE", package)
     shipped = {package / name for name in ("b.py", "sub/c.py", "e.py")}
     assert source._unmodified.__wrapped__() == shipped
     monkeypatch.setattr(source, "PACKAGE", tmp_path.parent)
     assert source._unmodified.__wrapped__() == frozenset()
+
+
+def test_the_revision_says_whether_code_or_configs_have_changes(
+    tmp_path: Path, checkout: Any
+) -> None:
+    suffixes = dict.fromkeys(("kvbench/run/a.py", "kvbench/b.py", "conf/c.yaml"), "+dirty")
+    suffixes["d"] = ""
+    commit = checkout(dict.fromkeys(suffixes, ""))
+    for file, suffix in suffixes.items():
+        write(tmp_path, {file: "changed"})
+        assert provenance.code_revision.__wrapped__() == commit + suffix
+        write(tmp_path, {file: ""})
+    write(tmp_path, {"kvbench/new.py": ""})
+    assert provenance.code_revision.__wrapped__() == f"{commit}+dirty", "an untracked file"
 
 
 @pytest.fixture
