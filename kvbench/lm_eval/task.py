@@ -17,8 +17,8 @@ from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.released_masks import is_mask
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
-from kvbench.probes.base import Probe, failed
-from kvbench.run.plan import Fields, Methods, Work, WorkItem
+from kvbench.probes.base import Probe
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens, in_turn
 from kvbench.tasks.data import folder_digests

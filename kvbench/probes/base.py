@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.errors import one_line
 from kvbench.errors.options import check_options
 from kvbench.records.figures import Figure, TaskKind, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
-from kvbench.run.plan import Plan, status_of
+from kvbench.run.plan import Plan
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -18,11 +17,6 @@ from kvbench.tasks.base import Task, TaskError
 def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
     examples = task.examples(session.encoder)[:most]
     return [encode_example(example, session.encoder) for example in examples]
-
-
-def failed(failure: Exception) -> dict[str, Any]:
-    """Record fields of a measurement that failed."""
-    return {"status": status_of(failure), "error": one_line(failure)}
 
 
 def places(tokens: int, most: int) -> dict[str, slice]:

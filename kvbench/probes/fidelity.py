@@ -21,15 +21,15 @@ from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, encoded_prompts, failed, places
+from kvbench.probes.base import Probe, encoded_prompts, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, reading_of
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed, reading_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
-REFERENCE = "(reference)"
-EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
+EXACT_LABEL = "(reference)"
+EXACT: Mapping[str, tuple[Method, Budget]] = {EXACT_LABEL: (Exact(), Budget())}
 """The row that all are compared with; a prompt is read with it before all methods."""
 
 
@@ -96,7 +96,7 @@ def fidelities_of(
     for row in reading.rows:  # a cache that evicts while decoding may be compressed only now
         cost = replace(results[row.label].cost, compressed=row.cost().compressed)
         results[row.label] = replace(results[row.label], failure=row.failure, cost=cost)
-    del results[REFERENCE]
+    del results[EXACT_LABEL]
     for label, result in results.items():  # a method may give probability 0 to a possible token
         infinite = [i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)]
         if infinite and result.failure is None:

@@ -23,9 +23,9 @@ from kvbench.kernels.logits import softcapped, softmax
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import Probe, encoded_prompts, failed
+from kvbench.probes.base import Probe, encoded_prompts
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Fields, Methods, Work, WorkItem
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, Task, TaskError, Tokens
 

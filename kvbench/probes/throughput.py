@@ -29,9 +29,9 @@ from kvbench.engine.device import (
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, failed
+from kvbench.probes.base import Probe
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_budgets, measured
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_budgets, failed, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, TaskError
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvbench.records.read import MANIFEST, complete_lines, read_manifest, record_files
 
-Manifest = Mapping[str, Any]
 OLD = "a kvbench before 0.3 (their code and weights are not known)"
 
 
@@ -36,7 +35,7 @@ class Aside:
 
 
 def aside_of(
-    experiment_folder: str | Path, upcoming: Mapping[Path, Manifest] | None = None
+    experiment_folder: str | Path, upcoming: Mapping[Path, Mapping[str, Any]] | None = None
 ) -> list[Aside]:
     """The runs of an experiment that are left aside.
 
@@ -95,7 +94,7 @@ class _Run:
     """A run by its folder and manifest, and what it has in common with others."""
 
     folder: Path
-    manifest: Manifest
+    manifest: Mapping[str, Any]
 
     @property
     def says_its_code(self) -> bool:

@@ -24,7 +24,7 @@ _DEFAULTS: Mapping[str, Any] = {
 """Settings that hashes left out in the past, at these values. They are no defaults of today, and no
 place for a new setting, which enters every hash by its name."""
 
-CODE = ("source", "weights", "task_version", "method_version")
+CODE_AND_WEIGHTS = ("source", "weights", "task_version", "method_version")
 """The parts of an identity that say which code and which weights its numbers are of."""
 
 
@@ -40,7 +40,11 @@ def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_alone(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`without_defaults` without code and weights."""
-    return {key: value for key, value in without_defaults(settings).items() if key not in CODE}
+    return {
+        key: value
+        for key, value in without_defaults(settings).items()
+        if key not in CODE_AND_WEIGHTS
+    }
 
 
 def _drop_class_defaults(value: Any) -> Any:

@@ -26,7 +26,7 @@ from kvbench.run.source import changed_since, has_no_commit, source_of, unsaved
 
 log = logging.getLogger(__name__)
 
-PLACES = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memory")
+FILE_OPTIONS = ("path", "otherwise", "revision", "tokenizer", "device_map", "max_memory")
 """The options of a model that say where its files and its weights lie. They change no result: its
 fingerprint says which model it is."""
 
@@ -189,7 +189,7 @@ class Job:
         for label, (method, _) in self.methods.items():
             own = {
                 **settings_of_job,
-                "source": source_of(method, *code, command=self.session.command),
+                "source": source_of(method, *code, command_id=self.session.command_id),
             }
             if method.version > 1:
                 own["method_version"] = method.version
@@ -280,7 +280,9 @@ class Job:
     def _settings_of_job(self) -> dict[str, Any]:
         """The settings that change the scores of all methods, as the hash and the manifest have them."""
         session = self.session
-        model = {name: value for name, value in vars(session.spec).items() if name not in PLACES}
+        model = {
+            name: value for name, value in vars(session.spec).items() if name not in FILE_OPTIONS
+        }
         settings: dict[str, Any] = {
             "model": model,
             "weights": session.weights if self.is_about_the_model else None,

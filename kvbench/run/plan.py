@@ -122,13 +122,14 @@ class Plan(ABC):
         and record id."""
 
 
-def status_of(error: BaseException) -> str:
-    """The status of a record whose method raised this exception."""
-    if isinstance(error, BudgetExceeded):
-        return "over_budget"
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    return "oom" if is_out_of_memory(error) else "error"
+def failed(failure: Exception) -> dict[str, Any]:
+    """The record fields of a failure: its status, and one line about it."""
+    status = "oom" if is_out_of_memory(failure) else "error"
+    if isinstance(failure, BudgetExceeded):
+        status = "over_budget"
+    elif isinstance(failure, TimeoutError):
+        status = "timeout"
+    return {"status": status, "error": one_line(failure)}
 
 
 @dataclass(frozen=True)
@@ -450,8 +451,5 @@ def measured(result: Answer, *, long_answer: bool = False) -> dict[str, Any]:
         long_answer: see `Cost.record`.
     """
     failure = result.failure
-    return {
-        "status": "ok" if failure is None else status_of(failure),
-        "error": None if failure is None else one_line(failure),
-        **result.cost.record(long_answer=long_answer),
-    }
+    status = {"status": "ok", "error": None} if failure is None else failed(failure)
+    return {**status, **result.cost.record(long_answer=long_answer)}

@@ -33,7 +33,7 @@ from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.records.read import read_statuses
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, status_of
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
 from kvbench.run.progress import Progress, decoder_layers
 
 log = logging.getLogger(__name__)
@@ -234,15 +234,16 @@ def _missing(
 ) -> list[Fields]:
     """A failed record for each of an item that is not among `records`, after a failure in a group of so
     many items."""
-    error = one_line(failure) + (f" (in a batch of {together})" if together > 1 else "")
+    status = failed(failure)
+    if together > 1:
+        status["error"] += f" (in a batch of {together})"
     known = {(record["method"], record["example_id"]) for record in records}
     return [
         {
             "method": label,
             "example_id": record_id,
             **item.fields.get(record_id, {}),
-            "status": status_of(failure),
-            "error": error,
+            **status,
         }
         for label in methods
         for record_id in item.record_ids

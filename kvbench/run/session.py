@@ -93,7 +93,7 @@ class Session:
         return self.once("weights", None, lambda: fingerprint(self.spec))
 
     @property
-    def command(self) -> str:
+    def command_id(self) -> str:
         """A name that the jobs of this command have, and no other command's."""
         return str(self.shared.setdefault("command", ("", uuid.uuid4().hex[:12]))[1])
 

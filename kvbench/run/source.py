@@ -40,18 +40,18 @@ _digests: dict[str, tuple[ModuleSpec | None, str]] = {}
 """By module the spec by which it was imported, and its digest: a reloaded module has another spec."""
 
 
-def source_of(*things: object, command: str = "") -> dict[str, str]:
+def source_of(*things: object, command_id: str = "") -> dict[str, str]:
     """The code of these classes, functions and objects (and of the objects in their fields), by module a
     digest and by package a version; empty where all of it is shipped.
 
     Args:
-        command: a name that no other command has. It stands for what has no file.
+        command_id: a name that no other command has. It stands for what has no file.
     """
     found: dict[str, str] = {}
     for module in dict.fromkeys(module for thing in things for module in _modules(thing)):
         for name, file in _needed(module):
             if file is None:
-                found[name] = f"{UNSAVED} {command}"
+                found[name] = f"{UNSAVED} {command_id}"
             elif (package := _installed(file)) is not None:
                 if package[0] != "kvbench":
                     found[package[0]] = package[1]

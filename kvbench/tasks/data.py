@@ -28,7 +28,7 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 """The separator of the cells, by the ending of a file."""
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 """The endings of the files with rows in a folder; each may have ``.gz`` behind it."""
-SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
+SPLIT_WORDS = {"train", "validation", "valid", "val", "dev", "test"}
 """The words in the names of a folder's files that say of which split they are."""
 NUMPY_ARRAY = re.compile(r"""\s*\[\s*['"].*['"]\s+['"].*\]\s*|.*\barray\(\[.*""", re.DOTALL)
 """The text of an array of texts, which pandas writes into a cell. Python would read it as one text."""
@@ -300,7 +300,7 @@ class Source:
             for path, name in names.items()
             if path.is_file() and ending(path) in ENDINGS and "/." not in f"/{name}"
         }
-        splits = sorted({name for words in files.values() for name in words & SPLITS})
+        splits = sorted({name for words in files.values() for name in words & SPLIT_WORDS})
         if not splits:
             return list(files)
         if self.split not in splits:

@@ -23,7 +23,7 @@ GREETINGS: Mapping[str, tuple[str, ...]] = {
 """The first words of a greeting, by language."""
 
 
-def words_of(answer: str) -> list[str]:
+def words_in(answer: str) -> list[str]:
     return re.findall(r"\w+", answer)
 
 
@@ -54,11 +54,11 @@ def letters(answer: str, letter: str, let_frequency: int, let_relation: str | No
 
 
 def number_words(answer: str, num_words: int, relation: str | None = None) -> bool:
-    return compared(len(words_of(answer)), relation, num_words)
+    return compared(len(words_in(answer)), relation, num_words)
 
 
 def number_sentences(answer: str, num_sentences: int, relation: str | None = None) -> bool:
-    sentences = [part for part in re.split(r"(?<=[.!?])\s+", answer.strip()) if words_of(part)]
+    sentences = [part for part in re.split(r"(?<=[.!?])\s+", answer.strip()) if words_in(part)]
     return compared(len(sentences), relation, num_sentences)
 
 
@@ -112,7 +112,7 @@ def capital_words(answer: str, capital_frequency: int, capital_relation: str | N
 
 def first_word(answer: str, first_words: Sequence[str]) -> bool:
     """Whether the first word of the answer is one of `first_words`, whatever its case."""
-    return next(iter(words_of(answer)), "").lower() in {word.lower() for word in first_words}
+    return next(iter(words_in(answer)), "").lower() in {word.lower() for word in first_words}
 
 
 CHECKS: Mapping[str, Callable[..., bool]] = {

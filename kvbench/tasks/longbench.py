@@ -26,13 +26,13 @@ from kvbench.tasks.longbench_datasets import (
     E_DATASETS,
     FEW_SHOT,
     REPOSITORY,
-    SPLITS,
+    RUN_BY_DEFAULT,
     bucket,
     fill,
+    longbench_source,
     prompt_templates,
     rows_of,
     score,
-    source_of,
 )
 from kvbench.tasks.metrics import check_metric
 
@@ -220,7 +220,7 @@ class LongBench(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = SPLITS[self.split] if self.datasets is None else self.datasets
+        names = RUN_BY_DEFAULT[self.split] if self.datasets is None else self.datasets
         known = E_DATASETS if self.split == "e" else tuple(DATASETS)
         for name in names:
             what = f"task.datasets has {name!r}, which is not in split {self.split!r}"
@@ -231,7 +231,9 @@ class LongBench(Task):
     def _sources(self) -> Mapping[str, Source]:
         suffix = "_e" if self.split == "e" else ""
         files = [name + suffix for name in self.datasets or ()]
-        return {file: source_of(file, self.data, self.dataset, self.revision) for file in files}
+        return {
+            file: longbench_source(file, self.data, self.dataset, self.revision) for file in files
+        }
 
     def digests(self) -> Mapping[str, str]:
         return {name: " ".join(source.digests().values()) for name, source in self._sources.items()}

@@ -71,7 +71,7 @@ E_DATASETS = (
 )
 """The data sets of LongBench-E, in the order of its tables."""
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
-SPLITS = {"e": E_DATASETS, "full": tuple(name for name in DATASETS if name not in CHINESE)}
+RUN_BY_DEFAULT = {"e": E_DATASETS, "full": tuple(name for name in DATASETS if name not in CHINESE)}
 """The data sets that are run by default, by split: of the full benchmark the 16 that are not
 Chinese."""
 FEW_SHOT = frozenset(("trec", "triviaqa", "samsum", "lsht"))
@@ -154,7 +154,7 @@ ANSWER_PATTERNS = {
 """Data sets whose metric finds nothing in an answer without this text."""
 
 
-def source_of(
+def longbench_source(
     file: str, data: str | None = None, dataset: str = REPOSITORY, revision: str | None = None
 ) -> Source:
     """The rows of `file` in the folder or zip `data`, or on the Hub: in the authors' archive, or as

@@ -25,9 +25,9 @@ from kvbench.tasks.longbench_datasets import (
     DATASETS,
     E_DATASETS,
     fill,
+    longbench_source,
     prompt_templates,
     rows_of,
-    source_of,
 )
 
 # prompt templates
@@ -53,7 +53,7 @@ def test_braces_of_the_texts_stay() -> None:
 
 def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
     raw = [json.loads(line) for line in (DATA / "qasper_e.jsonl").read_text().splitlines()]
-    rows = {row["_id"]: row for row in rows_of(source_of("qasper_e", str(DATA)), "qasper_e")}
+    rows = {row["_id"]: row for row in rows_of(longbench_source("qasper_e", str(DATA)), "qasper_e")}
     assert len(rows) == len(raw)
     for raw_row in raw:
         row = rows[raw_row["_id"]]
@@ -62,9 +62,9 @@ def test_rows_of_an_invented_file_are_those_of_the_published_format() -> None:
 
 
 def test_data_come_from_a_mirror_or_the_authors_archive() -> None:
-    mirror = source_of("qasper_e", dataset="someone/LongBench", revision="r")
+    mirror = longbench_source("qasper_e", dataset="someone/LongBench", revision="r")
     assert (mirror.dataset, mirror.config) == ("someone/LongBench", "qasper_e")
-    archive = source_of("qasper", revision="r")
+    archive = longbench_source("qasper", revision="r")
     assert (archive.dataset, archive.archive) == ("THUDM/LongBench", "data.zip")
 
 
@@ -84,7 +84,7 @@ WRONG_ROWS: list[tuple[str, list[Any], str]] = [  # data set, rows, message
 def test_a_wrong_row_is_one_line(tmp_path: Path, name: str, rows: list[Any], message: str) -> None:
     write_lines(tmp_path / f"{name}_e.jsonl", rows)
     with pytest.raises(TaskError, match=message) as caught:
-        rows_of(source_of(f"{name}_e", str(tmp_path)), name)
+        rows_of(longbench_source(f"{name}_e", str(tmp_path)), name)
     assert "\n" not in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_a_parquet_mirror_calls_the_input_question_and_its_dates_stay_text(tmp_p
     row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
     del row["input"]
     pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
-    (mirrored,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
+    (mirrored,) = rows_of(longbench_source("qasper_e", str(tmp_path)), "qasper")
     assert (list(mirrored["answers"]), mirrored["input"]) == (["2009-01-02"], "i")
 
 
