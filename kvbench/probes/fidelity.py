@@ -24,7 +24,7 @@ from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, encoded_prompts, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed, reading_of
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_context, failed, reading_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
@@ -153,12 +153,8 @@ class FidelityProbe(Probe):
         for encoded in encoded_prompts(self.prompts, session, self.num_prompts):
             name = encoded.example.id
             n = encoded.n
-            later = encoded.held_back(session.compress_after)
-            if session.compress_after == "context" and not 0 < later < n:
-                raise KVError(
-                    f"compress_after is 'context' and prompt {name!r} has no "
-                    f"{'context' if later else 'question'}; allowed: all_but_last"
-                )
+            if session.compress_after == "context":
+                check_context(encoded, session, "prompt")
             if positions is not None and n >= positions:
                 raise KVError(
                     f"prompt {name!r} has {n} tokens and the model {positions} positions; "
@@ -172,7 +168,7 @@ class FidelityProbe(Probe):
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            compressed = n - later
+            compressed = n - encoded.held_back(session.compress_after)
             for (_, budget), rate in product(methods.values(), rates):
                 budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)

@@ -195,15 +195,8 @@ class TaskPlan(Plan):
         others where an example follows the method's own answer. Refuse "prompt" where an answer has one
         token, the exact cache's, whatever a method keeps."""
         if session.compress_after == "context":
-            # Tokens that the model has before every prompt, such as a chat template's, are no context.
-            before = tuple(session.encoder.prefix_ids)
             for encoded in examples:
-                context = encoded.context_ids
-                if not encoded.question_ids or context == before[: len(context)]:
-                    raise KVError(
-                        f"compress_after is 'context' and example {encoded.example.id!r} has no "
-                        f"{'context' if encoded.question_ids else 'question'}; allowed: all_but_last"
-                    )
+                check_context(encoded, session, "example")
         elif any(encoded.example.history == "own" for encoded in examples):
             raise KVError(
                 f"compress_after is {session.compress_after!r} and task {self.task.name} goes on from "
@@ -317,6 +310,17 @@ class TaskPlan(Plan):
                 _, first = _text(result.tokens[:1], stopping, session)
                 fields["first_token_score"] = self.task.score(first, example)["score"]
         return fields
+
+
+def check_context(encoded: EncodedExample, session: Session, what: str) -> None:
+    """Refuse an example without a context or a question, under ``compress_after=context``. Tokens that
+    the model has before every prompt, such as a chat template's, are no context."""
+    context, question = encoded.context_ids, encoded.question_ids
+    if not question or context == session.encoder.prefix_ids[: len(context)]:
+        raise KVError(
+            f"compress_after is 'context' and {what} {encoded.example.id!r} has no "
+            f"{'context' if question else 'question'}; allowed: all_but_last"
+        )
 
 
 def check_budgets(methods: Methods, longest: int, shortest: int, whose: str) -> None:
