@@ -28,6 +28,9 @@ from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods.base import Method
 from kvbench.methods.h2o import H2O
 
+QUERY_ROWS = 512
+"""How many rows of the attention matrix are in memory at a time."""
+
 
 @dataclass
 class MaskedPass(Pass):
@@ -92,10 +95,6 @@ def masked_entries(method: H2O, budget: Budget, n: int) -> int:
     heavy, recent = (int(ratio * n) for ratio in released_ratios(method, budget))
     own = 1 if method.semantics == "released_global" else 0
     return min(n, heavy + recent + own)
-
-
-QUERY_ROWS = 512
-"""How many rows of the attention matrix are in memory at a time."""
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:

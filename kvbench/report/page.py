@@ -32,7 +32,7 @@ from kvbench.report.figures import kept_of
 from kvbench.report.papers import notes_on
 from kvbench.report.ratios import rate_texts, ratio_text
 from kvbench.report.render import PAGE_MARK, write_text
-from kvbench.report.runs import Experiment, Group, as_text, protocol_of, words
+from kvbench.report.runs import Experiment, Group, as_text, protocol_of, starts_of, words
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, footer, score_format
 
@@ -295,8 +295,8 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     variants = [variant for group in experiment.groups for variant in group.variants]
     rates = rate_texts(*experiment.groups)
     hardware = [manifest.get("hardware") or {} for manifest in manifests]
-    starts = [one for m in manifests for one in (*m.get("earlier_starts", ()), m)]
-    dates = sorted(str(one["started"])[:10] for one in starts if one.get("started"))
+    starts = [start for manifest in manifests for start in starts_of(manifest)]
+    dates = sorted(str(start["started"])[:10] for start in starts if start.get("started"))
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     identities = [manifest.get("identity") or {} for manifest in manifests]
     compressed = [_compressed(identity) for identity in identities]
@@ -309,7 +309,6 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
         "compressed": _by_task(manifests, [when for _, when in compressed]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],
-        "code revision": [str(one.get("code_revision") or "")[:12] for one in starts],
         "records": [f"{sum(statuses.values()):,}"],
         "failed": [words(one) for one in failed],
     }
@@ -344,11 +343,13 @@ def _compressed(identity: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
-    """Commands, seeds, code, versions and hardware of the runs, each with its distinct values. Commands
-    are without the place of the results on the machine that ran them."""
+    """Commands and seeds of the runs, and code, versions and hardware of all their starts, each with its
+    distinct values. Commands are without the place of the results on the machine that ran them."""
+    manifests = [run.manifest for run in experiment.runs]
+    starts = [start for manifest in manifests for start in starts_of(manifest)]
     lines = []
     for key in ("command", "seed", "code_revision", "versions", "hardware"):
-        values = [run.manifest.get(key) for run in experiment.runs]
+        values = [made.get(key) for made in (manifests if key in ("command", "seed") else starts)]
         texts = [_plain(value) for value in values if value is not None]
         if key == "command":
             texts = [_PLACE.sub("", text) for text in texts]

@@ -330,8 +330,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         subject = (run.manifest.get("task_meta") or {}).get("subject")
         model = short_name(str(subject or run.manifest.get("model")))
         by_model_and_task[model, short_name(str(run.manifest.get("task")))].append(run)
-        every = (run.manifest, *run.manifest.get("earlier_starts", ()))
-        first = min(str(start.get("started")) for start in every)
+        first = min(str(start.get("started")) for start in starts_of(run.manifest))
         starts[model] = min(first, starts.get(model, first))
     groups = [
         _group(model, f"{task}, {settings}" if settings else task, together)
@@ -459,6 +458,11 @@ def settings_of(manifest: Mapping[str, Any], parts: Collection[str] = ()) -> dic
 
 def _is_seed(key: str) -> bool:
     return key.rpartition(".")[2] == "seed"
+
+
+def starts_of(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """When, by which command and with what every start of a run was made, the last one's at the end."""
+    return [*manifest.get("earlier_starts", ()), manifest]
 
 
 def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
