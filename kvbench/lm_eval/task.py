@@ -18,7 +18,7 @@ from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.released_masks import is_mask
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, cost_fields, quietly
 from kvbench.probes.base import Probe
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failure_fields
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens, in_turn
 from kvbench.tasks.data import folder_digests
@@ -137,7 +137,7 @@ class HarnessTask(Probe):
             fields = {**shared, **cost_fields(by_request)}
             failures = [answer.failure for answer in by_request if answer.failure is not None]
             if failures:
-                fields |= failed(failures[0])
+                fields |= failure_fields(failures[0])
             else:
                 logprobs = [answer.logprob for answer in by_request]
                 responses = [(answer.logprob, answer.greedy) for answer in by_request]

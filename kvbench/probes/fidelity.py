@@ -24,7 +24,15 @@ from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, encoded_prompts, places
 from kvbench.prompts import PromptEncoder
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_context, failed, reading_of
+from kvbench.run.plan import (
+    Fields,
+    Methods,
+    Work,
+    WorkItem,
+    check_context,
+    failure_fields,
+    reading_of,
+)
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
@@ -235,7 +243,7 @@ class FidelityProbe(Probe):
         """Record fields of one method on one prompt. It diverges at the first token of which its most
         likely one is another than the exact model's; the field `prediction` ends there, with its own."""
         if fidelity.failure is not None:
-            return fidelity.cost.record() | failed(fidelity.failure)
+            return fidelity.cost.record() | failure_fields(fidelity.failure)
         names = ("kl", "nll", "nll_exact", "difference")
         means = {name: math.fsum(getattr(fidelity, name)) / len(tokens) for name in names}
         diverges_at = None  # counted from 1

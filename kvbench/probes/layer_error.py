@@ -25,7 +25,7 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, k
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import Probe, encoded_prompts
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failure_fields
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, Task, TaskError, Tokens
 
@@ -346,7 +346,7 @@ class LayerError(Probe):
             break
         yield from records
         for label, record_id in product(damage, item.record_ids):
-            yield {"method": label, "example_id": record_id, **failed(damage[label])}
+            yield {"method": label, "example_id": record_id, **failure_fields(damage[label])}
 
     def _measured(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """A method that draws nothing is run once for all seeds. What a method notes for its next layers
@@ -375,7 +375,7 @@ class LayerError(Probe):
                     except check.LayerDamaged:
                         raise
                     except Exception as failure:  # noqa: BLE001 - a record with its status
-                        measurement = failed(failure)
+                        measurement = failure_fields(failure)
                 if torch.equal(state, generator.get_state()):  # the other seeds would draw nothing
                     without_draws[label, rate] = measurement
                     carried[label, rate, seed] = carried[label, rate, 0]

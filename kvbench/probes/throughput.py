@@ -31,7 +31,15 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe
 from kvbench.records.figures import TaskKind
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, check_budgets, failed, measured
+from kvbench.run.plan import (
+    Fields,
+    Methods,
+    Work,
+    WorkItem,
+    check_budgets,
+    failure_fields,
+    measured,
+)
 from kvbench.run.session import Session
 from kvbench.tasks.base import Many, TaskError
 
@@ -206,7 +214,7 @@ class Throughput(Probe):
                 bytes_before = used_bytes(device)
                 fields = generate(known, setting.new_tokens)
         except Exception as failure:  # noqa: BLE001 - the record has the failure's status
-            known = self._known[key] = failed(failure)
+            known = self._known[key] = failure_fields(failure)
         if not isinstance(known, int):
             session.steps.kept.clear()
             free_memory(device)  # not in the except block, whose traceback would keep tensors alive

@@ -122,7 +122,7 @@ class Plan(ABC):
         and record id."""
 
 
-def failed(failure: Exception) -> dict[str, Any]:
+def failure_fields(failure: Exception) -> dict[str, Any]:
     """The record fields of a failure: its status, and one line about it."""
     status = "oom" if is_out_of_memory(failure) else "error"
     if isinstance(failure, BudgetExceeded):
@@ -455,5 +455,5 @@ def measured(result: Answer, *, long_answer: bool = False) -> dict[str, Any]:
         long_answer: see `Cost.record`.
     """
     failure = result.failure
-    status = {"status": "ok", "error": None} if failure is None else failed(failure)
+    status = {"status": "ok", "error": None} if failure is None else failure_fields(failure)
     return {**status, **result.cost.record(long_answer=long_answer)}

@@ -33,7 +33,7 @@ from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.records.read import read_statuses
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
-from kvbench.run.plan import Fields, Methods, Work, WorkItem, failed
+from kvbench.run.plan import Fields, Methods, Work, WorkItem, failure_fields
 from kvbench.run.progress import Progress, decoder_layers
 
 log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _missing(
 ) -> list[Fields]:
     """A failed record for each of an item that is not among `records`, after a failure in a group of so
     many items."""
-    status = failed(failure)
+    status = failure_fields(failure)
     if together > 1:
         status["error"] += f" (in a batch of {together})"
     known = {(record["method"], record["example_id"]) for record in records}

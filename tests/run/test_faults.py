@@ -19,7 +19,7 @@ from kvbench.engine.model import ModelError
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method
 from kvbench.run import runner
-from kvbench.run.plan import failed
+from kvbench.run.plan import failure_fields
 from kvbench.run.runner import run_job
 
 pytestmark = pytest.mark.usefixtures("no_collection")
@@ -47,7 +47,7 @@ def beside_snapkv(folder: Path, fault: Callable[[LayerKV], Any], **changes: Any)
     ],
 )
 def test_statuses(error: Exception, status: str) -> None:
-    assert failed(error)["status"] == status
+    assert failure_fields(error)["status"] == status
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
