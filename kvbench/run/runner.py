@@ -305,8 +305,10 @@ def run_job(job: Job, progress: Progress | None = None, *, since: float | None =
             for phase, value in _passes(of_item).items():
                 seconds[phase] += value
             progress.item_done(of_item)
-        passes = sum(seconds.values()) - seconds["load"]
-        seconds["score"] = max(0.0, time.monotonic() - begun - passes)
+        left = time.monotonic() - begun - seconds["prefill"] - seconds["decode"]
+        # Methods share what they read in a second pass, and each record has the whole of it.
+        seconds["compress"] = min(seconds["compress"], max(0.0, left))
+        seconds["score"] = max(0.0, left - seconds["compress"])
         own = record_ids(job.items)
         statuses = [
             status

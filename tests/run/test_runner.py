@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import statistics
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,16 @@ def test_a_record_says_what_was_asked_and_what_was_held(tmp_path: Path) -> None:
     exact = records["exact"][0]
     assert (exact["ratio"], exact["compressed"]) == (1.0, False)
     assert records["uniform"][0]["ratio"] > first["ratio"], "its weights count"
+
+
+def test_the_seconds_of_a_job_are_its_own_where_methods_share_a_second_pass(tmp_path: Path) -> None:
+    methods = {f"kvzip{i}": build_method("kvzip") for i in range(8)}
+    since = time.monotonic()
+    result = run_job(make_job(tmp_path, methods | EXACT), since=since)
+    records = records_of(result, times=True)
+    compress = [record["compress_s"] for rows in records.values() for record in rows]
+    assert 0 < result.seconds["compress"] < sum(compress)
+    assert sum(result.seconds.values()) <= time.monotonic() - since
 
 
 def test_progress_gets_the_scores(tmp_path: Path) -> None:
