@@ -43,7 +43,7 @@ def figure(
     """The figure of these tables, by the titles of their panels."""
     panels = {name: score_rows(table, methods) for name, table in tables.items()}
     draw, caption = against_bytes(panels, axis)
-    return Drawn("readme", title, caption, draw, "memory")
+    return Drawn("readme", title, caption, draw)
 
 
 def main() -> None:

@@ -40,7 +40,6 @@ from kvbench.report.runs import digest
 from kvbench.report.stats import Array
 from kvbench.report.style import GAPS, GRID, INK, LIGHT_GREY, ON_DARK, SOFT, style_of
 
-FigureKind = Literal["memory", "heatmap", "bars", "breakdown", "kept"]
 FileType = Literal["svg", "png", "pdf"]
 TEXT, SMALL = 8.5, 8.0
 """Font sizes of labels and titles, and of everything smaller, in points."""
@@ -91,7 +90,7 @@ class Drawn:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
         draw: draws it, once it is asked for; takes ``above``.
-        kind: what sort of figure it is; "memory" shows the score against the bytes held.
+        in_wandb: whether W&B has it, too.
         above: a sentence that stands above it.
     """
 
@@ -99,7 +98,7 @@ class Drawn:
     title: str
     caption: str
     draw: Callable[..., Figure]
-    kind: FigureKind
+    in_wandb: bool = False
     above: str = ""
 
     @cached_property

@@ -107,9 +107,9 @@ def memory(groups: Sequence[Group]) -> Drawn | None:
     draw, text = against_bytes(panels, score_axis(first), lower=first.meta.lower_is_better)
     if len(some) == 1:
         title = f"{first.title}: score against memory"
-        return Drawn(f"{stem(first)}-ratio", title, text, draw, kind="memory")
+        return Drawn(f"{stem(first)}-ratio", title, text, draw, in_wandb=True)
     title = f"Score against memory: {len(panels)} tasks or models"
-    return Drawn("overview-ratio", title, text, draw, kind="memory")
+    return Drawn("overview-ratio", title, text, draw, in_wandb=True)
 
 
 def against_bytes(
@@ -232,7 +232,7 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
         explained={BAR: interval_bar("|")},
     )
     title = f"{group.title}: score by {words(by)}"
-    return Drawn(f"{stem(group)}-by-{by}", title, text, draw, kind="breakdown")
+    return Drawn(f"{stem(group)}-by-{by}", title, text, draw)
 
 
 def bars(group: Group, spec: Bars) -> Drawn | None:
@@ -274,7 +274,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     look |= {"explained": {spread: interval_bar("|")}}
     draw = partial(lines, panels, xlabel, ylabel, **look)
     title = f"{group.title}: {ylabel} by {words(spec.x)}"
-    return Drawn(f"{stem(group)}-bars", title, f"Means; error bars: {spread}.", draw, "bars")
+    return Drawn(f"{stem(group)}-bars", title, f"Means; error bars: {spread}.", draw)
 
 
 def _numbered(names: Sequence[str]) -> dict[float, str]:
@@ -309,7 +309,7 @@ def heatmaps(group: Group, spec: Heatmap) -> Drawn | None:
     title = f"{group.title}: score by {words(spec.x)} and {words(spec.y)}"
     text = f"Means, {score_axis(group)}, on one colour scale; grey cells have no scored example."
     text += left_out
-    return Drawn(f"{stem(group)}-heatmap", title, text, draw, "heatmap")
+    return Drawn(f"{stem(group)}-heatmap", title, text, draw, in_wandb=True)
 
 
 def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
@@ -405,7 +405,7 @@ def kept_tokens(group: Group) -> Drawn | None:
     )
     title = f"What each method kept: {group.title}"
     draw = partial(strips, kept.by_title)
-    return Drawn(f"kept-{stem(group)}", title, text, draw, "kept")
+    return Drawn(f"kept-{stem(group)}", title, text, draw)
 
 
 @styled

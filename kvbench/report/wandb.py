@@ -130,7 +130,7 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
             "task_by_method": _table(wide.reset_index()),
         }
         for drawn in paths.drawn:
-            if drawn.kind in ("memory", "heatmap"):
+            if drawn.in_wandb:
                 caption = f"{drawn.title}. {drawn.caption}"
                 values[drawn.name] = wandb.Image(str(drawn.write(folder, "png")), caption=caption)
         with _opened(folder, run_id(name, OVERVIEW), paths.manifest, about) as run:

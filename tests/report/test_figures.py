@@ -159,7 +159,7 @@ def test_a_forest_has_its_intervals_along_the_scores_and_a_name_that_no_font_has
     figure = Figure()
     figure.suptitle("\U00012000")
     with warnings.catch_warnings(action="error"):
-        assert Drawn("name", "title", "caption", lambda above: figure, "bars").encoded("png")
+        assert Drawn("name", "title", "caption", lambda above: figure).encoded("png")
 
 
 def test_panels_show_the_best_methods_of_the_lowest_rate_and_name_the_rest(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_figure_is_one_svg_that_a_page_can_hold_beside_others(tmp_path: Path) 
     odd = f"<b>{HOSTILE}</b>"
     frame = points("snapkv", [0.2, 0.4], [1.0, 2.0]).assign(label=odd)
     look: Any = {"ticks": lambda _: {0.2: "a"}, "explained": {}}
-    figure = Drawn("n", odd, odd, lambda above: lines({"": frame}, "x", "y", **look), "memory")
+    figure = Drawn("n", odd, odd, lambda above: lines({"": frame}, "x", "y", **look))
     assert "<b>" not in figure.svg
     assert odd[:30] in "".join(ElementTree.fromstring(figure.svg).itertext())
 
