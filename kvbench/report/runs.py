@@ -66,10 +66,13 @@ def words(name: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = MOST_NAMES, separator: str = ", ") -> str:
-    """At most so many names in a sentence, and how many others there are."""
+    """At most so many names in a sentence, and how many others there are. Names that hold commas have
+    "; " between all of them."""
     *some, last = names
     if len(names) > most:
         some, last = list(names[:most]), f"{len(names) - most} more"
+    elif separator != ", ":
+        return separator.join(names)
     return f"{separator.join(some)} and {last}" if some else last
 
 
