@@ -21,6 +21,7 @@ import pandas as pd
 from kvbench.report.drawing import Drawn
 from kvbench.report.figures import MOST_LINES, against_bytes
 from kvbench.report.frame import totals
+from kvbench.report.ratios import at_rate
 from kvbench.report.runs import BASELINE
 
 
@@ -29,7 +30,7 @@ def score_rows(table: Path, methods: Sequence[str]) -> pd.DataFrame:
     frame = pd.read_csv(table, comment="#")
     frame["by"] = frame["by"].fillna("")  # an empty cell
     total = totals(frame)
-    at = total["rate"].map(lambda rate: "" if pd.isna(rate) else f"rate {rate:g}")
+    at = total["rate"].map(at_rate)
     rows = total.assign(x=totals(frame, "ratio")["mean"], label=total["method"], at=at)
     missing = [name for name in methods if name not in set(rows["label"])]
     if missing:
