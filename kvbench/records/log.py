@@ -17,8 +17,8 @@ from kvbench.records.store import append_to_file
 LOG = "log.jsonl"
 PHASES = ("load", "prefill", "compress", "decode", "score", "report")
 """`load`: imports, data and model; `score`: the rest of a job: scoring, writing, what a probe measures
-beside the passes. Where methods share a second pass, `compress` has `score`, too: records count that pass
-once for each of them."""
+beside the passes. Where methods share a second pass, `compress` has `score`, too: records count that
+pass once for each of them."""
 
 
 def write_log(experiment_folder: Path, **event: Any) -> None:
