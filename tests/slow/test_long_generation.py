@@ -1,4 +1,4 @@
-"""Long answers: what a method holds while two thousand tokens are decoded, and what the process does."""
+"""Long answers: what a method holds while a thousand tokens are decoded, and what the process does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.engine.attention import register
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
-NEW = int(os.environ.get("KVBENCH_NEW_TOKENS", 2_048))
+NEW = int(os.environ.get("KVBENCH_NEW_TOKENS", 1_024))
 ENTRY = 4 * 2 * 2 * 16 * 4
 """Bytes of a token: layers, KV heads, keys and values, head dimensions, float32."""
 RING = {"rkv": 8, "recompress": 64}
