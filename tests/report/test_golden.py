@@ -1,5 +1,4 @@
-"""What tables say as a whole, each compared with a file of which a failure shows a
-diff. How to write the files again: support/golden_text.py."""
+"""What tables say as a whole; a failure shows the diff. To write them again: support/golden_text.py."""
 
 from __future__ import annotations
 
@@ -68,9 +67,8 @@ def test_notes_and_verdicts_say_what_is_in_their_table(tmp_path: Path) -> None:
     """Of a task that says nothing of its scores, of which higher ones are better."""
     shown = {}
     for number, (name, scored) in enumerate(SCORED.items()):
-        score_table, *others = tables_of(
-            group_of(write_scores(tmp_path / f"{number}", scored, task_meta={}))
-        )
+        folder = write_scores(tmp_path / f"{number}", scored, task_meta={})
+        score_table, *others = tables_of(group_of(folder))
         shown[name] = [score_table]
         if name == "four prompts":
             shown["pairs of four prompts"] = others
