@@ -30,7 +30,7 @@ from kvbench.report.published import beside, published_tables
 from kvbench.report.render import markdown
 from kvbench.report.runs import load_experiment
 from kvbench.report.table import Table
-from kvbench.report.tables import paper_table, tables_of
+from kvbench.report.tables import pairs_table, paper_table, tables_of
 
 
 def assert_tables(name: str, shown: Mapping[str, Sequence[Table]]) -> None:
@@ -58,6 +58,7 @@ SCORED: dict[str, Mapping[str, Sequence[float | None]]] = {
         "h2o": [None, *[1] * 39],
         "uniform": [*[1] * 20, *[None] * 20],
     },
+    "no prompt in common": {"snapkv": [1] * 10 + [None] * 10, "uniform": [None] * 10 + [0] * 10},
     "six methods": {"snapkv": [1] * 20}
     | dict.fromkeys(("h2o", "uniform", "subgen", "pyramidkv", "balancekv"), [0] * 20),
 }
@@ -95,7 +96,10 @@ def test_several_rates(tmp_path: Path) -> None:
         "several tasks": tmp_path / "several" / "demo",
     }
     shown = {name: tables_to_print(load_experiment(folder)) for name, folder in folders.items()}
-    assert_tables("rates.md", shown | {"several tasks": shown["several tasks"][-1:]})
+    shown["several tasks"] = shown["several tasks"][-1:]
+    pairs = pairs_table(group_of(folders["fifty prompts"]))
+    assert pairs
+    assert_tables("rates.md", shown | {"pairs of fifty prompts": [pairs]})
     narrow = " ".join(printed(shown["eighty prompts"][-1], width=72))
     assert " 0.300 [0, 0.459]" in narrow, "the last column's interval is the last to go"
     assert "[87.0, 98.4]" not in narrow
