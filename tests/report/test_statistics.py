@@ -310,6 +310,13 @@ def test_one_failed_record_does_not_make_the_best_a_tie() -> None:
     assert standing([scores(values)], [1, 2], tests, lower=False) == {2: "best", 1: "better"}
 
 
+def test_beside_an_error_that_is_0_on_every_prompt_nothing_has_a_mark() -> None:
+    """There is no ratio to it."""
+    values = np.array([[0.0, 1 + i % 2] for i in range(40)])
+    tests = compared([scores(values)], [(0, 1)], fraction=False)
+    assert standing([scores(values)], [0, 1], tests, lower=True) == {0: "best", 1: ""}
+
+
 CROSSINGS: list[tuple[list[float], float]] = [  # margins at the ratios .2, .3 and .5
     ([-0.1, 0.1, 0.2], 0.25),
     ([-0.3, -0.1, 0.3], 0.35),
