@@ -32,7 +32,7 @@ from kvbench.report.table import (
     Table,
     score_format,
 )
-from kvbench.report.tables import fidelity_table, overview_tables, tables_of
+from kvbench.report.tables import fidelity_table, tables_of
 
 TABLE = Table(
     "a_name",
@@ -201,17 +201,6 @@ def test_a_task_that_has_only_begun_leaves_the_report_whole(tmp_path: Path) -> N
     *_, overview = tables_to_print(load_experiment(folder))
     assert heads(overview)[1:3] == ["longeval_lines, %", "needle, %"]
     assert build_report(folder).page.exists()
-
-
-def test_no_column_is_empty_or_without_a_head(tmp_path: Path) -> None:
-    groups = load_experiment(write_demo(tmp_path, ("exact", "h2o", "uniform"))).groups
-    shown_tables = [table for group in groups for table in tables_of(group)]
-    shown_tables += overview_tables(groups[:2])
-    assert len(shown_tables) > 8
-    for table in shown_tables:
-        assert all(name.strip() for name in heads(table)), table.name
-        for name, cells in zip(heads(table), zip(*shown(table), strict=True), strict=True):
-            assert set(cells) - {"", MISSING}, (table.name, name)
 
 
 def test_a_distance_has_one_interval_in_all_tables(tmp_path: Path) -> None:
