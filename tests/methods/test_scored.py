@@ -29,6 +29,7 @@ from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
 from kvbench.methods.base import Method, Schedule, TokenScoringMethod
 from kvbench.methods.expected_attention import mean_rotation, plain_queries
+from kvbench.methods.rkv import redundancy
 
 
 @pytest.fixture
@@ -193,6 +194,15 @@ def test_scores_of_another_shape_are_refused_with_the_right_one(method: Any, mes
     layer = make_layer(40, kv_heads=2, group=2)
     with pytest.raises(KVError, match=message):
         run(method, layer, Budget(rate=0.25, sink=3, window=5))
+
+
+@pytest.mark.parametrize("retain", ["last", "first"])
+def test_redundancy_is_the_same_whatever_the_tiles(retain, monkeypatch):
+    places = torch.randint(0, 40, (1, 2, 60), generator=torch.Generator().manual_seed(0))
+    keys = torch.eye(64)[places]  # like no other but for copies, in the same tile and in others
+    expected = redundancy(keys, retain)
+    monkeypatch.setattr("kvbench.methods.rkv.TILE", 7)
+    torch.testing.assert_close(redundancy(keys, retain), expected)
 
 
 _MIXED = {
