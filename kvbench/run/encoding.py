@@ -85,8 +85,8 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     the method's own answer and the next message.
 
     Raises:
-        KVError: examples of one context_id have several contexts, or a prompt has a token id that the
-            model does not have.
+        KVError: examples of one context_id have several contexts, or an example has token ids of its
+            context or its question alone, or one that the model does not have.
     """
     encoded_examples: list[EncodedExample] = []
     first_of_context: dict[str, EncodedExample] = {}
@@ -125,7 +125,10 @@ def _tokenised(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The token ids of each example's context and question: its own, or those of its text, which is
     encoded with all others of its context."""
-    found = [(example.context_ids or (), example.question_ids or ()) for example in examples]
+    found = [  # as tuples, since a tokenizer returns lists
+        (tuple(example.context_ids or ()), tuple(example.question_ids or ()))
+        for example in examples
+    ]
     by_context: dict[tuple[str, str], list[int]] = {}
     for place, example in enumerate(examples):
         if (example.context_ids is None) != (example.question_ids is None):

@@ -36,6 +36,7 @@ class Quiz(Task):
     questions: Sequence[str] = ASKED
     history: str = "none"
     context_id: str = "c{c}"
+    context_ids: tuple[int, ...] | None = None
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         return [
@@ -47,6 +48,7 @@ class Quiz(Task):
                 max_new_tokens=6,
                 dataset="quiz",
                 context_id=self.context_id.format(c=c),
+                context_ids=self.context_ids,
                 history=self.history,
                 fields={"place": q},
             )
@@ -176,6 +178,7 @@ def test_what_stands_between_turns_comes_from_the_chat_template() -> None:
         ({"context_id": "c"}, "context", "'c1q0' has context_id 'c' and another context"),
         ({"history": "own"}, "prompt", r"the methods' own answers.*allowed: context"),
         ({"questions": ("",)}, "context", "has no question; allowed: all_but_last"),
+        ({"context_ids": (1, 2)}, "prompt", "'c0q0' has token ids of context or question; allowed"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

@@ -216,7 +216,7 @@ class Slow:
         ({"context": "the river was wide"}, r"\d{3}"),  # the tokenizer has more tokens
         ({"context_ids": (3, 97), "question_ids": (5,)}, "97"),
         ({"context_ids": (3, 96), "question_ids": (-1,)}, "-1"),
-        ({"context_ids": (3, 96), "question_ids": (5,)}, None),
+        ({"context_ids": (3, 96), "question_ids": [5]}, None),  # a list, as of a tokenizer
         (
             {"context_ids": (), "question_ids": (5,), "history": "golden", "golden": "river"},
             r"\d{3}",
