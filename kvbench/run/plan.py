@@ -76,7 +76,8 @@ class WorkItem:
             of a job take all items of a context, or none.
         answers: how many answers each method gives; `example_timeout` is the time of one.
         notes_kept: whether the first record of each method says which entries the method kept.
-        examples: the benchmark's examples in this item, which share their context; none for a probe.
+        examples: the benchmark's examples in this item, which share their context, in the order of
+            `record_ids`, which has them once for each sample; none for a probe.
     """
 
     id: str

@@ -151,6 +151,23 @@ def test_an_item_that_ran_out_of_memory_in_a_group_halves_the_groups(tmp_path: P
     assert ids == ["u1", "u2", "u3", "u0", "u4", "u5", "u6", "u7"]
 
 
+def test_what_was_final_before_a_group_failed_is_kept(tmp_path: Path) -> None:
+    class Unscored(Counting):
+        def run(self, work: Any, session: Any) -> Iterator[Fields]:
+            for record in super().run(work, session):
+                if record["example_id"] == "u2":
+                    raise ValueError("no score")
+                yield record
+
+    plan = Unscored()
+    work: Any = [(WorkItem(f"u{i}", (f"u{i}",)), {"m": None}) for i in range(4)]
+    made = list(Runner(make_job(tmp_path, plan=plan, batch_size=4)).run(work))
+    assert plan.groups == [4, 2, 1, 1], "u0 and u1 run once"
+    assert [[(r["example_id"], r["status"]) for r in records] for records in made] == [
+        [(f"u{i}", "error" if i == 2 else "ok")] for i in range(4)
+    ]
+
+
 def test_an_item_has_the_time_of_one_answer_unless_it_has_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
