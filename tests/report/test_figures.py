@@ -87,6 +87,8 @@ def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_pat
     assert ax.get_xscale() == "log"
     ticks = [label.get_text() for label in ax.get_xticklabels()]
     assert ticks == ["0.25\n0.125", "0.37\n0.25", "0.62\n0.5"], "the ratios of the rates"
+    by_lines = drawn(group)["by-num_lines"].caption
+    assert "At rate 0.125, ratio 0.25, the lowest." in by_lines, "no rate without its ratio"
     pairs = list(zip(rows["ratio"], rows["mean"], strict=True))
     best = [p for p, on in zip(pairs, pareto(pairs, lower=False), strict=True) if on]
     for x, y in pairs:
