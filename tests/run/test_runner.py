@@ -18,7 +18,7 @@ from support.command import main
 from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
-from kvbench.kv import KVError
+from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.probes.throughput import Throughput
 from kvbench.prompts import PromptEncoder, Thought
@@ -161,6 +161,26 @@ def test_what_a_model_has_before_every_prompt_is_no_context(
     job.session.__dict__["encoder"] = PromptEncoder(Letters(), prefix_ids=prefix)
     with pytest.raises(KVError, match="'e0' has no context"):
         run_job(job)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        (
+            Budget(sink=60, window=40),
+            r"is 100; the longest prompt of task echo has 99 tokens, so 'uniform' would compress no",
+        ),
+        (Budget(total_rate=0.1, sink=4, window=4), "0.1 of a prompt of 74 tokens is 7 entries"),
+    ],
+    ids=str,
+)
+def test_a_budget_that_leaves_nothing_to_compare_is_refused_before_a_model_runs(
+    tmp_path: Path, budget: Budget, says: str
+) -> None:
+    job = make_job(tmp_path)
+    with pytest.raises(KVError, match=says):
+        run_job(replace(job, methods={"uniform": (build_method("uniform"), budget)}))
+    assert replace(job, methods={"exact": (build_method("exact"), budget)}).items
 
 
 def test_answers_end_at_the_models_tokens_and_at_the_encoders(tmp_path: Path) -> None:
