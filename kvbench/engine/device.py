@@ -117,14 +117,14 @@ def peak_bytes(device: torch.device) -> int | None:
     """The largest number of bytes in use since `reset_peak`; None where it is not known."""
     if device.type == "cuda":
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return _kibibytes(_STATUS, "VmHWM")
+    return _bytes_in_line(_STATUS, "VmHWM")
 
 
 def used_bytes(device: torch.device) -> int | None:
     """The number of bytes in use now; None where it is not known."""
     if device.type == "cuda":
         return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
-    return _kibibytes(_STATUS, "VmRSS")
+    return _bytes_in_line(_STATUS, "VmRSS")
 
 
 def total_bytes(device: torch.device) -> int | None:
@@ -134,8 +134,8 @@ def total_bytes(device: torch.device) -> int | None:
         reserved = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
         used_gpus = {i for i, size in enumerate(reserved) if size} | {device.index or 0}
         return sum(reserved[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
-    used = _kibibytes(_STATUS, "VmRSS")
-    free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
+    used = _bytes_in_line(_STATUS, "VmRSS")
+    free = _bytes_in_line(Path("/proc/meminfo"), "MemAvailable")
     if used is None or free is None:
         return None
     try:
@@ -145,7 +145,7 @@ def total_bytes(device: torch.device) -> int | None:
     return min(limit, used + free)
 
 
-def _kibibytes(path: Path, name: str) -> int | None:
+def _bytes_in_line(path: Path, name: str) -> int | None:
     """The bytes in a line ``name: N kB`` of a file of /proc; None if there is no such line."""
     try:
         lines = path.read_text().splitlines()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.jobs import SMALL, make_job, records_of
+from support.probing import SYNTHETIC
 from support.tiny import Everything, Greedy, tiny_model
 
 from kvbench.engine.check import check_compressed
@@ -26,7 +27,7 @@ from kvbench.kv import (
 from kvbench.methods import available_methods, build_method
 from kvbench.methods.base import Method, allowed_entries
 from kvbench.methods.streaming_llm import StreamingLLM
-from kvbench.probes.layer_error import check_total
+from kvbench.probes.layer_error import check_total, compress_measured
 from kvbench.run.runner import run_job
 
 
@@ -161,8 +162,9 @@ def test_a_wrapper_may_hold_what_a_preset_of_its_inner_method_may(
 def test_probes_check_the_budget_whatever_a_method_says_of_itself(judge: Method) -> None:
     budget = Budget(rate=0.5, sink=32, window=32)
     line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"
+    layer = SYNTHETIC.layer(0, 2)
     with pytest.raises(BudgetExceeded, match=line):
-        check_total("m", judge, budget, 320, 2)
+        compress_measured("m", judge, budget, torch.Generator(), layer)
     for allowed in (OfKvbench(whole=True), build_method("h2o")):
         check_total("m", allowed, budget, 320, 2)
 
