@@ -90,19 +90,23 @@ class Verdict(NamedTuple):
 
 
 def claims_for(model: str) -> dict[str, Any]:
-    """Read results/claims.yaml for a model: $SHOWN stands for those of the layers 1, 2 and 5, which
-    BalanceKV's figures show, that the model has; $SPREAD for seven of its layers from the first to the
-    last; $BOTH for both."""
+    """Read results/claims.yaml for a model, its layers in place of the names in `layers_by_name`."""
     with hydra_of_conf() as hydra:
         spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
     numbers = [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
-    shown = [layer for layer in (1, 2, 5) if layer in numbers]
-    spread = sorted({numbers[round(i * (len(numbers) - 1) / 6)] for i in range(7)})
-    layers_by_name = {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
     text = (ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")
-    for name, layers in layers_by_name.items():
+    for name, layers in layers_by_name(numbers).items():
         text = text.replace(name, str(layers).replace(" ", ""))
     return dict(yaml.safe_load(text))
+
+
+def layers_by_name(numbers: Sequence[int]) -> dict[str, list[int]]:
+    """The layers that names in claims.yaml stand for, of a model's layers that attend to everything,
+    from 1: $SHOWN for 1, 2 and 5, which BalanceKV's figures show, or those of them that are there, or,
+    where none is, the first three; $SPREAD for seven from the first to the last; $BOTH for both."""
+    shown = [layer for layer in (1, 2, 5) if layer in numbers] or list(numbers[:3])
+    spread = sorted({numbers[round(i * (len(numbers) - 1) / 6)] for i in range(7)})
+    return {"$SHOWN": shown, "$SPREAD": spread, "$BOTH": sorted({*shown, *spread})}
 
 
 def read_run(place: Path) -> pd.DataFrame:

@@ -109,6 +109,20 @@ def test_a_slope_is_compared_with_a_target_and_a_factor_multiplies_what_is_subtr
     assert (first - other).iloc[:, 0].tolist() == [1.5, 2.5]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "shown", "spread"),
+    [
+        (range(1, 31), [1, 2, 5], [1, 6, 11, 15, 20, 25, 30]),
+        ([6, 12, 18], [6, 12, 18], [6, 12, 18]),  # Gemma 3 270M: the others attend to a window
+        ([2, 4, 6, 8], [2], [2, 4, 6, 8]),
+    ],
+)
+def test_claims_name_layers_that_attend_to_everything(numbers, shown, spread) -> None:
+    layers = SCRIPT["layers_by_name"](list(numbers))
+    assert (layers["$SHOWN"], layers["$SPREAD"]) == (shown, spread)
+    assert layers["$BOTH"] == sorted({*shown, *spread})
+
+
 def test_the_committed_table_says_of_each_claim_what_the_list_says() -> None:
     known = {claim["id"]: claim for claim in CLAIMS["claims"]}
     for row in pd.read_csv(ROOT / "results/claims/claims.csv").to_dict("records"):
