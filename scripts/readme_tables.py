@@ -343,11 +343,11 @@ def solved(experiment: str, model: str) -> str:
     frame = frame[frame["model"].eq(model) & frame["experiment"].isin(experiments)]
     columns = [
         (task, rate)
-        for task in ("needles", "ruler", "fidelity")
+        for task in ("needles", "niah_single_1", "fidelity")
         for rate in (0.5, 0.25, 0.125)
         if ((frame["task"] == task) & (frame["rate"] == rate)).any()
     ]
-    names = {"needles": "needles", "ruler": "RULER", "fidelity": "KL"}
+    names = {"needles": "needles", "niah_single_1": "RULER", "fidelity": "KL"}
     rows = [["of", *(f"{names[task]}, {rate:g}" for task, rate in columns)]]
     for inner in sorted(frame["of"].unique(), key=INNER.index):
         of_inner = frame[frame["of"] == inner].to_dict("records")
