@@ -424,7 +424,8 @@ def lines(
         above=above,
         sharey=True,
     )
-    for ax, frame, names_of in zip(axes, panels.values(), names, strict=True):
+    drawn: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+    for ax, frame in zip(axes, panels.values(), strict=True):
         is_baseline = frame["label"] == baseline
         if "x" in log:
             ax.set_xscale("log")
@@ -450,6 +451,11 @@ def lines(
             look = {"color": LIGHT_GREY, "marker": ".", "yerr": None, "zorder": 1}
             look |= {"linewidth": 0.8} if joined else {"linestyle": "none"}
             _errorbar(ax, part["x"].to_numpy(float), part, across=False, **look)
+        drawn.append((known, in_colour.assign(x=places)))
+    # Names stand where the points do, so they wait for the points of all panels, which share an axis.
+    for ax, frame, names_of, (known, in_colour) in zip(
+        axes, panels.values(), names, drawn, strict=True
+    ):
         on_front = known[known["label"].isin(grey) & known.get("ringed", False)]
         _name_points(ax, on_front.groupby("label", sort=False).tail(1))
         texts = list(names_of.values())
@@ -463,8 +469,9 @@ def lines(
         ax.xaxis.set_minor_locator(NullLocator())
         ax.grid(axis="y")
         if at_ends:
-            ends = in_colour.assign(x=places).groupby("label", sort=False).tail(1)
-            ends = pd.concat([ends, frame[is_baseline].head(1).assign(x=ax.get_xlim()[1])])
+            ends = in_colour.groupby("label", sort=False).tail(1)
+            exact = frame[frame["label"] == baseline].head(1)
+            ends = pd.concat([ends, exact.assign(x=ax.get_xlim()[1])])
             _name_ends(ax, ends, 1.3 * SMALL / 72 / height, dashed=baseline)
     return figure
 

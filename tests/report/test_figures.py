@@ -254,6 +254,19 @@ def test_names_at_the_ends_of_lines_do_not_meet_and_a_short_last_row_keeps_its_t
     assert sum(shown) == columns
 
 
+def test_panels_share_an_axis_that_holds_the_points_of_all() -> None:
+    low, high = (points("a", [0.2, 0.4], means) for means in ([10.0, 20.0], [90.0, 100.0]))
+    look: Any = {"ticks": lambda _: {0.2: "0.2", 0.4: "0.4"}, "explained": {}, "log": "x"}
+    figure = lines({"low": low, "high": high}, "x", "y", **look)
+    for ax in figure.axes:
+        assert ax.get_ylim()[0] < 5
+        assert ax.get_ylim()[1] > 105
+    # The name of a line that ends at the top of its panel stands above one that ends at the bottom.
+    places = [text.get_position()[1] for ax in figure.axes for text in ax.texts]
+    assert places[0] < 0.3
+    assert places[1] > 0.8
+
+
 def test_several_tasks_stand_side_by_side_in_one_figure(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, ("exact", "snapkv", "uniform"), ("longeval_lines", "needle"))
     groups = [group_of(folder, task) for task in ("longeval_lines", "needle")]
