@@ -139,6 +139,11 @@ class Solved(Wrapper):
         if self.queries != "prompt":
             carry_queries("solved", layer, replay, budget, self.max_queries)
 
+    @property
+    def reads_the_prompts_queries(self) -> bool:
+        """Whether the reference queries are the prompt's own, not those of a second pass."""
+        return self.queries == "prompt" or self.second_pass is None
+
     # --- the solve --------------------------------------------------------------------------------
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
@@ -161,12 +166,8 @@ class Solved(Wrapper):
                 f"solved.of is {self.of!r}, which keeps what are no entries of the prompt; allowed: a "
                 "method that chooses entries"
             )
-        from_prompt = self.queries == "prompt" or self.second_pass is None
-        ridge = self.ridge
-        if ridge is None:
-            ridge = RIDGE_OF_PROMPT if from_prompt else RIDGE_OF_REPEAT
         batch, heads, _, _ = kept.keys.shape
-        if from_prompt:
+        if self.reads_the_prompts_queries:
             queries = as_after_prompt(layer, heads, self.max_queries)
         else:
             queries = carried_queries("solved", layer)
@@ -197,19 +198,13 @@ class Solved(Wrapper):
                 sinks=None if sinks is None else sinks[head, order],
             )
             start = Solution(log_weights[here], values[here].float())
-            solution = self.solve(block, fitted, kept.positions[here], start, budget.sink, ridge)
+            solution = self.solve(block, fitted, kept.positions[here], start, budget.sink)
             log_weights[here] = solution.log_weights
             values[here] = solution.values.to(values.dtype)
         return replace(kept, values=values, log_weights=log_weights if self.log_weights else before)
 
     def solve(
-        self,
-        block: Block,
-        fitted: int,
-        places: Tensor,
-        start: Solution,
-        sink: int,
-        ridge: float,
+        self, block: Block, fitted: int, places: Tensor, start: Solution, sink: int
     ) -> Solution:
         """Solve for the log-weights and values of some entries of a head.
 
@@ -218,8 +213,10 @@ class Solved(Wrapper):
             places: [t], the entries.
             start: what the inner method gave them.
             sink: of so many first entries of the prompt all values but the first stay.
-            ridge: as the option, of these queries.
         """
+        ridge = self.ridge
+        if ridge is None:
+            ridge = RIDGE_OF_PROMPT if self.reads_the_prompts_queries else RIDGE_OF_REPEAT
         shares = block.mass[places].div_(block.total)
         sinks = block.sinks / block.total
         output = (block.values.mT @ block.mass / block.total).mT
