@@ -357,12 +357,17 @@ def _fill_other_seeds(
     Returns:
         The scores [pairs, variants], and whether each variant was to be run on the pair itself.
     """
-    first_records = records.iloc[np.unique(codes, return_index=True)[1]]  # one for each pair
+    # One record for each pair. What failed before it was encoded has no prompt, and says nothing of it.
+    says_prompt = records["prompt_tail"].notna() | records["status"].eq("ok")
+    order = np.argsort(~says_prompt.to_numpy(), kind="stable")
+    first_records = records.iloc[order[np.unique(codes[order], return_index=True)[1]]]
     seeds = first_records["seed"].astype(str).to_numpy()
     examples = first_records["example_id"].astype(str).to_numpy()
     prompts = first_records[list(PROMPT)].map(str).agg("\x00".join, axis=1)
-    has_one_prompt = prompts.groupby(examples).transform("nunique").eq(1)
-    has_one_prompt &= first_records["prompt_tail"].notna()
+    is_known = first_records["prompt_tail"].notna()
+    prompts = prompts.where(is_known | first_records["status"].eq("ok"))
+    has_one_prompt = prompts.groupby(examples).transform("nunique").le(1)
+    has_one_prompt &= is_known | first_records["status"].ne("ok")
     has_record = pd.DataFrame(present)
     ran_example = has_record.groupby(examples).transform("any")
     ran_seed = has_record.groupby(seeds).transform("any")

@@ -231,6 +231,19 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
     assert marks(same) == {"snapkv": {"best"}, "uniform": {"worse"}}
     other = totals_of(runs(tmp_path / "other", "prompt {i} of seed {seed}"))
     assert other["failures"]["snapkv"] == "80 missing", "other prompts, which it never saw"
+    unread = {"status": "timeout", "prompt_tail": None, "answers": None}  # whose prefill failed
+    for seed in (1, 2):
+        values = [float(rng.random() < 0.5) for _ in range(40)]
+        records: list[dict[str, Any]] = [
+            {"example_id": f"e{i}", "score": x} for i, x in enumerate(values)
+        ]
+        records[0] = {"example_id": "e0", **unread} if seed == 1 else records[0]
+        write_run(tmp_path / "failed", method="uniform", records=records, seed=seed)
+    own = [{"example_id": f"e{i}", "score": float(i % 4 > 0)} for i in range(40)]
+    write_run(tmp_path / "failed", method="snapkv", records=own, seed=2)
+    failed = totals_of(group_of(tmp_path / "failed" / "demo"))
+    assert list(failed["failures"]) == ["1 timeout", ""]
+    assert tuple(failed.loc["snapkv", ["mean", "n", "expected"]]) == (0.75, 40, 40)
 
 
 def test_score_ratio_and_what_is_enough_are_weighed_alike(tmp_path: Path) -> None:
