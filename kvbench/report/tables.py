@@ -209,8 +209,8 @@ def _notes(group: Group) -> Iterator[str]:
     draws = group.records.groupby("example_id")["seed"].nunique().max() if len(group.records) else 1
     if draws > 1:
         yield f"Means over {draws} draws (seeds) of each prompt."
-    if decided := _decided_by_first_token(group):
-        yield decided
+    if earned := _earned_by_first_token(group):
+        yield earned
     names = dict.fromkeys(variant.method for variant in group.variants)
     repeating = [name for name in names if name.startswith(("kvzip", "kvgrad"))]
     if repeating and group.protocol not in ("", "context"):
@@ -252,19 +252,23 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
 
 
-def _decided_by_first_token(group: Group) -> str:
-    """A note on the answers whose score their first token alone decides, where that token is the exact
+def _earned_by_first_token(group: Group) -> str:
+    """A note on the answers whose score their first token alone earns, where that token is the exact
     prefill's: under ``compress_after=prompt``, and of the prompts that had to be read whole under
-    another protocol. Empty where no token was."""
+    another protocol. Empty where no token was.
+
+    Of an answer that scores 0 nothing follows: that its first token alone would score 0, too, is so of
+    every wrong answer of several tokens."""
     if "first_token_score" not in group.good:
         return ""
     answers = group.good[group.good["variant"].isin(group.compressed)]
     answers = answers.dropna(subset=["first_token_score", "score"])
-    decided = answers["first_token_score"].astype(float).eq(answers["score"].astype(float))
+    answers = answers[answers["score"].astype(float) > 0]
+    earned = answers["first_token_score"].astype(float).eq(answers["score"].astype(float))
     if answers.empty:
         return ""
-    of = f"{decided.sum()} of {len(answers)} answers"
-    return f"{of} were decided by their first token, which is the exact cache's."
+    of = f"{earned.sum()} of {len(answers)} answers that score above 0"
+    return f"{of} have their score by their first token alone, which is the exact cache's."
 
 
 def _by_command(group: Group) -> Iterator[str]:
