@@ -120,12 +120,14 @@ class Variant:
         rate: the share that the budget keeps; None where the method has no budget, or a budget that is
             a number of entries.
         share: what the rate is a share of: ``rate`` of the middle, ``total_rate`` of the whole prompt.
+        size: the entries of a budget that is a number of them; None for any other.
     """
 
     method: str
     options: tuple[Option, ...] = ()
     rate: float | None = None
     share: str = RATES[0]
+    size: int | None = None
 
     @property
     def at(self) -> str:
@@ -243,12 +245,13 @@ class Group:
 
     @cached_property
     def peers(self) -> list[list[int]]:
-        """For each rate the indices of its compressed variants, which are ranked together."""
-        at_rate: dict[str, list[int]] = {}
+        """For each rate, or number of entries, the indices of its compressed variants, which are ranked
+        together."""
+        of_budget: dict[tuple[str, int | None], list[int]] = {}
         for i, variant in enumerate(self.variants):
             if variant.label in self.compressed:
-                at_rate.setdefault(variant.at, []).append(i)
-        return list(at_rate.values())
+                of_budget.setdefault((variant.at, variant.size), []).append(i)
+        return list(of_budget.values())
 
     @cached_property
     def datasets(self) -> list[Any]:
@@ -425,7 +428,8 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
         for run, own in zip(mine, settings, strict=True):
             options = (Option(_name_of(k, is_whole), own.get(k, "unset")) for k in differing)
             share, rate = share_of(run.manifest)
-            variants[run] = Variant(method, tuple(options), None if is_whole else rate, share)
+            size = None if is_whole else _budget_of(run.manifest).get("size")
+            variants[run] = Variant(method, tuple(options), None if is_whole else rate, share, size)
         # What is in a hash and no setting, such as the code of a method, tells runs apart by the hash.
         keys = [
             (variants[run].label, str(run.manifest.get("seed")), prompt_seed(run.manifest))
@@ -471,10 +475,14 @@ def starts_of(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
     """The share that the budget of a run keeps, behind what it is a share of (`Variant.share`); None
     where the budget is a number of entries."""
-    budget = (manifest.get("identity") or {}).get("budget") or {}
+    budget = _budget_of(manifest)
     name = "total_rate" if budget.get("total_rate") else "rate"
     share = budget.get(name)
     return name, None if share is None or budget.get("size") is not None else float(share)
+
+
+def _budget_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (manifest.get("identity") or {}).get("budget") or {}
 
 
 def protocol_of(manifest: Mapping[str, Any]) -> str:

@@ -706,9 +706,12 @@ def _headline(group: Group, across: str) -> str:
 
 def _at_rates(group: Group) -> list[str]:
     """A line on the methods at each rate, the largest first."""
-    by_rate = sorted(
-        group.peers, key=lambda peers: largest_first(group.variants[peers[0]].at or "rate 0")
-    )
+
+    def largest(peers: Sequence[int]) -> tuple[str, float, int]:
+        variant = group.variants[peers[0]]
+        return *largest_first(variant.at or "rate 0"), -(variant.size or 0)
+
+    by_rate = sorted(group.peers, key=largest)
     frame = tidy(group)
     total = totals(frame)
     change = pd.concat([totals(frame, measure) for measure in ("difference", "times")])

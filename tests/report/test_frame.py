@@ -284,6 +284,20 @@ def test_a_rate_of_the_middle_and_one_of_the_prompt_are_not_ranked_together(tmp_
     assert pairs_table(group) is None
 
 
+def test_caches_of_two_sizes_are_not_ranked_together(tmp_path: Path) -> None:
+    for size, scores_of in ((128, {"snapkv": 0.5, "h2o": 0.0}), (256, {"snapkv": 1.0, "h2o": 0.9})):
+        for method, score in scores_of.items():
+            records = [{"example_id": f"e{i}", "score": float(i < 20 * score)} for i in range(20)]
+            write_run(tmp_path, method=method, records=records, options={"budget.size": size})
+    group = group_of(tmp_path / "demo")
+    best = {label for label, mark in marks(group).items() if "best" in mark}
+    assert best == {"snapkv, size 128", "snapkv, size 256"}
+    assert marks(group)["h2o, size 256"] == {"tied"}
+    first, second = verdict(group).splitlines()
+    assert "snapkv, size 256 has 100.0 %" in first
+    assert "snapkv, size 128 has 50.0 %" in second
+
+
 @pytest.mark.parametrize("seeds", ["seed", "task.seed"])
 def test_three_seeds_are_one_table(tmp_path: Path, seeds: str) -> None:
     """Of ``seed`` three draws on each of four prompts; of ``task.seed`` the union of twelve prompts,
