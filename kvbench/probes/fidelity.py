@@ -179,8 +179,12 @@ class FidelityProbe(Probe):
             compressed = n - encoded.held_back(session.compress_after)
             for (_, budget), rate in product(methods.values(), rates):
                 budget.with_share(rate).capacity(compressed)  # raises if these tokens are too few
-            ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)
-            items.append(WorkItem(name, ids, (encoded, text)))
+            fields = {
+                _at_rate(name, rate, "/rate"): {"prompt": name}
+                | ({} if rate is None else {"rate": rate})
+                for rate in rates
+            }
+            items.append(WorkItem(name, tuple(fields), (encoded, text), fields))
         return items
 
     def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
@@ -231,11 +235,10 @@ class FidelityProbe(Probe):
             for rate in rates:
                 rate_of_row = rate if method.uses_budget else rates[0]
                 fidelity = fidelities[_at_rate(label, rate_of_row, " at rate ")]
-                fields = dict(shared)
-                if rate is not None:
-                    fields["rate"] = rate
+                record_id = _at_rate(item.id, rate, "/rate")
+                fields = {**shared, **item.fields[record_id]}
                 fields |= self._measured(fidelity, tokens, encoder)
-                yield {"method": label, "example_id": _at_rate(item.id, rate, "/rate"), **fields}
+                yield {"method": label, "example_id": record_id, **fields}
 
     def _measured(
         self, fidelity: Fidelity, tokens: Sequence[int], encoder: PromptEncoder

@@ -327,10 +327,19 @@ class LayerError(Probe):
                     f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: "
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
-        return [
-            WorkItem(name, tuple(RECORD_ID.format(name, *draw) for draw in draws), prompt)
-            for name, _, prompt in sources
-        ]
+        items = []
+        for name, _, prompt in sources:
+            fields = {
+                RECORD_ID.format(name, layer, rate, draw): {
+                    "prompt": name,
+                    "layer": layer,
+                    "rate": rate,
+                    "draw": draw,
+                }
+                for layer, rate, draw in draws
+            }
+            items.append(WorkItem(name, tuple(fields), prompt, fields))
+        return items
 
     def run(self, work: Sequence[Work], session: Session) -> Iterator[Fields]:
         """After a method that wrote to the tensors the others are measured on new ones."""
@@ -346,7 +355,8 @@ class LayerError(Probe):
             break
         yield from records
         for label, record_id in product(damage, item.record_ids):
-            yield {"method": label, "example_id": record_id, **failure_fields(damage[label])}
+            fields = {**item.fields[record_id], **failure_fields(damage[label])}
+            yield {"method": label, "example_id": record_id, **fields}
 
     def _measured(self, item: WorkItem, methods: Methods, session: Session) -> Iterator[Fields]:
         """A method that draws nothing is run once for all seeds. What a method notes for its next layers
@@ -379,13 +389,9 @@ class LayerError(Probe):
                 if torch.equal(state, generator.get_state()):  # the other seeds would draw nothing
                     without_draws[label, rate] = measurement
                     carried[label, rate, seed] = carried[label, rate, 0]
-                where = {"prompt": item.id, "layer": layer, "rate": rate, "draw": seed}
-                fields = {**where, "prompt_tokens": kv.n, **measurement}
-                yield {
-                    "method": label,
-                    "example_id": RECORD_ID.format(item.id, layer, rate, seed),
-                    **fields,
-                }
+                record_id = RECORD_ID.format(item.id, layer, rate, seed)
+                fields = {**item.fields[record_id], "prompt_tokens": kv.n, **measurement}
+                yield {"method": label, "example_id": record_id, **fields}
 
     def _layers(self, item: WorkItem, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """Number and tensors of each of `layers`, in this order."""

@@ -221,7 +221,7 @@ def _rows(
     adjusted."""
     labels = group.labels
     pairs = [(i, group.exact_of.get(i, i)) for i in range(len(labels))]
-    of_scores = means(strata, fraction=group.percent)
+    of_scores = means(strata, fraction=group.percent, signed=group.meta.signed)
     marks: dict[int, str] = {}
     if tests is not None:
         changes = [tests.get(pair, NOTHING) for pair in pairs]

@@ -162,6 +162,7 @@ class TaskMeta:
         breakdown: the record fields by whose values tables split the examples.
         unit: the record field with the name of the independent unit that a record belongs to.
         measures: the record fields with further scores, which a table shows side by side.
+        signed: whether a score may be negative, even where none is.
     """
 
     kind: TaskKind = "scores"
@@ -172,6 +173,7 @@ class TaskMeta:
     figures: tuple[Figure, ...] = ()
     unit: str = "example_id"
     measures: tuple[str, ...] = ()
+    signed: bool = False
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
@@ -290,9 +292,9 @@ class Group:
     def good(self) -> pd.DataFrame:
         return self.records[self.records["status"].eq("ok")]
 
-    def measuring(self, numbers: pd.Series, unit: str) -> Group:
+    def measuring(self, numbers: pd.Series, unit: str, *, signed: bool = False) -> Group:
         """The group with another number of each record, in this unit, in the place of its score."""
-        meta = replace(self.meta, score_unit=unit)
+        meta = replace(self.meta, score_unit=unit, signed=signed)
         return replace(self, meta=meta, records=self.records.assign(score=numbers))
 
 

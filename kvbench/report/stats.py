@@ -196,10 +196,11 @@ def _moments(parts: Sequence[Array], ends: tuple[float, float] | None) -> _Momen
     return _Moments(np.mean(means, axis=0), np.sqrt(total) / len(parts), freedom, units.sum(0))
 
 
-def means(strata: Sequence[Scores], *, fraction: bool) -> list[Estimate]:
-    """The mean score of each variant; see `mean_intervals`."""
+def means(strata: Sequence[Scores], *, fraction: bool, signed: bool = False) -> list[Estimate]:
+    """The mean score of each variant; see `mean_intervals`. Scores of which one is negative are
+    `signed`, too."""
     parts = [dataset.by_unit(dataset.values) for dataset in strata]
-    return mean_intervals(parts, fraction=fraction, signed=is_signed(strata))
+    return mean_intervals(parts, fraction=fraction, signed=signed or is_signed(strata))
 
 
 def mean_intervals(

@@ -229,7 +229,7 @@ def _notes(group: Group) -> Iterator[str]:
             )
     unit = group.meta.unit
     if unit != "example_id" and unit in group.records:
-        count = group.records[unit].nunique()
+        count = group.good.loc[group.good["score"].notna(), unit].nunique()
         name = {"filler": "filler text"}.get(unit, words(unit))
         yield f"Intervals are over {count} independent units, one for each {name}."
     if "beyond_positions" in group.records:
@@ -651,9 +651,11 @@ def fidelity_table(group: Group) -> Table:
     keys, parts = ["value", "method", "variant"], []
     for name in _DISTANCES:
         unit = "fraction" if name == "agreement" else ""
-        rows = scores(group.measuring(records[name], unit), by)
+        measured = group.measuring(records[name], unit, signed=name == "difference")
+        rows = scores(measured, by)
         parts.append(rows[rows["measure"].eq("score")].assign(measure=name))
-    prompts = records.assign(value=records[by].map(as_text)).groupby(keys)["compressed"]
+    good = group.good.assign(value=group.good[by].map(as_text))
+    prompts = good.groupby(keys)["compressed"]
     compressed = prompts.sum().map(int).map(str) + "/" + prompts.size().map(str)
     frame = wide(pd.concat(parts), keys, "measure", marks=False).join(compressed, on=keys)
     frame = frame.drop(columns=["ratio_low", "ratio_high"]).sort_values(

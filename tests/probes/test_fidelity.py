@@ -14,6 +14,7 @@ from support.golden import golden_model
 from support.jobs import Echo, records_of
 from support.paths import GOLDEN
 from support.probing import probe_job
+from support.tables import group_of
 from support.tiny import Broken, prompt_ids, tiny_model
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes import fidelity
 from kvbench.probes.fidelity import FidelityProbe
+from kvbench.report.frame import scores
+from kvbench.report.tables import fidelity_table, score_table
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.text import RunningText
@@ -175,6 +178,27 @@ def test_records_hold_the_definition(tmp_path):
     for record in records["exact"]:
         assert record["score"] < 1e-6
         check_first_difference(record)
+
+
+def test_a_prompt_that_fails_whole_is_missing_at_every_rate(tmp_path, monkeypatch):
+    methods = {name: build_method(name) for name in ("exact", "snapkv")}
+    probe = FidelityProbe(prompts=Echo(count=3), tokens=2, num_prompts=3, rates=(0.5, 0.25))
+    real = fidelity.fidelities_of
+
+    def fails_once(model: Any, reading: Any, continuation: Any) -> Any:
+        if reading.n == 64 + 8 + len(Echo().question) - 1:  # the second prompt
+            raise torch.OutOfMemoryError("out of memory")
+        return real(model, reading, continuation)
+
+    monkeypatch.setattr(fidelity, "fidelities_of", fails_once)
+    result = run_job(probe_job(tmp_path, probe, methods))
+    assert result.failed == 2 * 2
+    group = group_of(result.folders["exact"].parents[2])
+    by_rate = scores(group, "rate")
+    assert set(by_rate["failures"]) == {"1 oom"}
+    assert set(by_rate["expected"]) == {3}
+    assert set(fidelity_table(group).frame["compressed"]) == {"0/2", "2/2"}
+    assert any("over 2 independent units" in note for note in score_table(group).notes)
 
 
 def check_first_difference(record: dict[str, Any]) -> None:

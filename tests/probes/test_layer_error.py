@@ -15,6 +15,7 @@ from support.probing import METHODS, SYNTHETIC, probe_job
 from kvbench.engine.row import layer_generator
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
+from kvbench.probes import layer_error
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
@@ -61,6 +62,19 @@ def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
     same = [row["score"] for row in records["streaming_llm"] if row["rate"] == 0.5]
     assert len(set(same)) == 2, "a method that draws nothing gives one error per layer"
     assert run_job(probe_job(tmp_path, probe)).written == 0
+
+
+def test_a_failure_of_all_layers_says_of_which_it_is(tmp_path, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(layer_error, "capture_layers", fails)
+    probe = LayerError(rates=(0.5,), layers=(1, 3), seeds=1, exact=8, prompts=Echo(count=1))
+    rows = records_of(run_job(probe_job(tmp_path, probe)))["uniform"]
+    assert [(row["status"], row["layer"], row["rate"], row["draw"]) for row in rows] == [
+        ("oom", 1, 0.5, 0),
+        ("oom", 3, 0.5, 0),
+    ]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -210,6 +210,9 @@ def test_a_distance_has_one_interval_in_all_tables(tmp_path: Path) -> None:
     assert list(frame["kl"]) == pytest.approx([0.5, 1.0])
     for key, column in (("low", "kl_low"), ("high", "kl_high")):
         assert list(frame[column]) == pytest.approx(list(same[key]))
+    # A difference of likelihoods may be negative, although none is: no interval of logarithms.
+    middle = (frame["difference_low"] + frame["difference_high"]) / 2
+    assert list(middle) == pytest.approx(list(frame["difference"]))
 
 
 def test_a_method_that_fails_at_some_rates_has_a_score_at_the_others_alone(tmp_path: Path) -> None:
