@@ -22,6 +22,7 @@ from kvbench.report.page import html
 from kvbench.report.render import PAGE_MARK, csv, write_text
 from kvbench.report.runs import (
     PROMPT,
+    PROMPTS_OF_SEED,
     Experiment,
     Group,
     Variant,
@@ -201,7 +202,10 @@ def _one_group(first: Side, second: Side) -> Group:
     parts = []
     for (group, variant), side in zip((first, second), SIDES, strict=True):
         part = group.records[group.records["variant"] == variant.label]
-        key = part[["example_id", *PROMPT]].map(str).agg("\x00".join, axis=1)
+        # Ids begin with the seed of their prompts where a side has several, which the other may lack.
+        ids = [PROMPTS_OF_SEED.sub("", str(name)) for name in part["example_id"]]
+        told = part.assign(example_id=ids)[["example_id", *PROMPT]]
+        key = told.map(str).agg("\x00".join, axis=1)
         mean = part["score"].where(part["status"] == "ok").groupby(key).transform("mean")
         part = part.assign(example_id=key, variant=side, score=mean, seed=0, prompt_tail=None)
         part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")

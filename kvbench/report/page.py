@@ -57,8 +57,8 @@ _PROTOCOLS = {
 """By value of ``compress_after`` the part of a prompt that is compressed."""
 _PLACE = re.compile(r""" ('?)results_dir=/[^\s']*\1(?= |$)""")
 """An absolute ``results_dir`` in a command."""
-_KEPT = ", always kept and not counted in the rate"
-"""Said of every sink and window."""
+_KEPT, _NOT_COUNTED = ", always kept", " and not counted in the rate"
+"""Said of every sink and window; and of those beside a rate of the middle."""
 
 
 @dataclass(frozen=True)
@@ -300,12 +300,15 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     failed = [f"{n} {name}" for name, n in sorted(statuses.items()) if name != "ok"]
     identities = [manifest.get("identity") or {} for manifest in manifests]
     compressed = [_compressed(identity) for identity in identities]
+    budgets = [identity.get("budget") or {} for identity in identities]
+    counted = any(budget.get("total_rate") or budget.get("size") for budget in budgets)
+    ending = _KEPT if counted else f"{_KEPT}{_NOT_COUNTED}"
     facts = {
         "model": [group.model for group in experiment.groups],
         "dtype": [str(one.get("dtype") or "").removeprefix("torch.") for one in identities],
         "methods": [variant.method for variant in variants],
         "budget": ["; ".join(rates.values())],
-        "sink and window": _by_task(manifests, [ends for ends, _ in compressed], _KEPT),
+        "sink and window": _by_task(manifests, [ends for ends, _ in compressed], ending),
         "compressed": _by_task(manifests, [when for _, when in compressed]),
         "device": [str(h.get("gpu") or h.get("processor") or h.get("cpu") or "") for h in hardware],
         "date": dates[:1] + dates[-1:],

@@ -35,6 +35,8 @@ RATES = ("rate", "total_rate")
 """Options of the budget that name a share of the prompt."""
 PROMPT = ("prompt_tokens", "prompt_tail", "answers")
 """Two records with one example id are about the same prompt if they agree in these fields."""
+PROMPTS_OF_SEED = re.compile(r"^prompts [\d, ]*: ")
+"""How the ids of examples and contexts begin where a table has prompts of several seeds."""
 COLUMNS = (
     *(name for name in COMMON_FIELDS if name != "entries"),
     "entries_mean",

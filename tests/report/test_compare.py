@@ -132,6 +132,19 @@ def test_other_prompts_are_other_examples_and_repeats_one(tmp_path: Path) -> Non
         write(tmp_path / "c", {"snapkv": [1.0, 1.0, 0.0, float(seed == 1)]}, seed=seed)
     (change,) = compared(a, tmp_path / "c" / "demo").frame.to_dict("records")
     assert (change["common_examples"], change["difference"]) == (4, pytest.approx(-12.5))
+    for seed in (0, 1):  # of prompts, of which the other side has the first alone
+        records = [
+            {
+                "example_id": f"e{i}",
+                "score": 0.0,
+                **({"prompt_tail": f"another {i}"} if seed else {}),
+            }
+            for i in range(4)
+        ]
+        options = {"task.seed": seed}
+        write_run(tmp_path / "d", method="snapkv", records=records, options=options)
+    (change,) = compared(a, tmp_path / "d" / "demo").frame.to_dict("records")
+    assert (change["common_examples"], change["difference"]) == (4, pytest.approx(-75.0))
 
 
 def test_the_command_writes_page_text_and_numbers(

@@ -304,6 +304,12 @@ def test_the_head_of_a_page_names_the_task_where_settings_differ(tmp_path: Path)
         "layer_error: first 64 and last 64 tokens; lines: first 4 and last 8 tokens, always kept and not"
         " counted in the rate"
     )
+    share = {"budget": common["budget"] | {"total_rate": 0.25}}  # of all of the prompt
+    write_run(
+        tmp_path, experiment="share", records=lines_records("exact"), manifest={"identity": share}
+    )
+    of_all = facts_of(load_experiment(tmp_path / "share"))["sink and window"]
+    assert of_all == "first 4 and last 8 tokens, always kept"
     assert facts["compressed"] == (
         "layer_error: the cache of each layer by itself; lines: the whole prompt; an answer's first"
         " token is the exact cache's (prompt)"
