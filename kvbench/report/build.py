@@ -89,12 +89,13 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         sections.append(Section(group, verdict(group), tables, figures, max(3, examples)))
     of_several = memory(together) if len(together) > 1 else None
     leads = [replace(of_several, above=above)] if of_several else []
-    by_task: dict[str, list[Group]] = {}
+    by_task: dict[tuple[str, str], list[Group]] = {}
     for group in ranked:
-        by_task.setdefault(group.task, []).append(group)
+        by_task.setdefault((group.task, group.protocol), []).append(group)
+    protocols = Counter(task for task, _ in by_task)
     shared = [
-        paper_table(same_task, theirs)
-        for same_task in by_task.values()
+        paper_table(same_task, theirs, f"{task}-{protocol}" if protocols[task] > 1 else task)
+        for (task, protocol), same_task in by_task.items()
         if len(same_task) > 1 or AVERAGE in set(tidy(same_task[0])["value"])
     ]
     drawn = [*leads, *(figure for section in sections for figure in section.figures)]

@@ -172,7 +172,7 @@ def split_table(group: Group, by: str) -> Table:
     rows = frame[frame["by"].eq(by) & frame["measure"].eq("score")]
     rows = _in_groups_by_rate(group, rows)
     title = f"{group.title}: score by {words(by)}"
-    table = _pivot(group, f"{group.task}-{group.model}-by-{by}", title, rows)
+    table = _pivot([group], f"{group.task}-{group.model}-by-{by}", title, rows)
     columns = table.columns
     if by == "rate":
         texts = rate_texts(group)
@@ -289,8 +289,10 @@ def _by_command(group: Group) -> Iterator[str]:
             yield f"Of the last command: {'; '.join(new)}. Of earlier ones: {'; '.join(old)}."
 
 
-def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
-    """Rows of a tidy frame as a table: a row for each variant, a column for each ``value``."""
+def _pivot(groups: Sequence[Group], name: str, title: str, rows: pd.DataFrame) -> Table:
+    """Rows of a tidy frame of these groups, which are one task on several models, as a table: a row for
+    each variant, a column for each ``value``. A note that not all models have names its own."""
+    group = groups[0]
     keys = ["group", "method", "variant"] if "group" in rows else ["method", "variant"]
     table = wide(rows, keys, "value")
     names = [value for value in rows["value"].unique() if value != AVERAGE]
@@ -299,14 +301,22 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame) -> Table:
     unit, many = group.meta.score_unit, len(names) > MOST_WITH_INTERVALS
     text = score_format(unit)
     columns = [Column(value, value, text, not many or value == AVERAGE) for value in names]
-    about = [note for note in _notes(group) if note not in (DIFFERENCE, TIMES)]
-    notes = (INTERVAL, *legend(table, columns), *about)
+    of_groups = [
+        [note for note in _notes(each) if note not in (DIFFERENCE, TIMES)] for each in groups
+    ]
+    about = [
+        note if all(note in others for others in of_groups) else f"{each.model}: {note}"
+        for each, own in zip(groups, of_groups, strict=True)
+        for note in own
+    ]
+    notes = (INTERVAL, *legend(table, columns), *dict.fromkeys(about))
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
-def paper_table(groups: Sequence[Group], published: pd.DataFrame) -> Table:
-    """One task as papers print it: datasets as columns, a group of rows for each model, then one for
-    each model of whose methods numbers were `published` (`kvbench.report.published.beside`)."""
+def paper_table(groups: Sequence[Group], published: pd.DataFrame, name: str = "") -> Table:
+    """One task under one protocol as papers print it: datasets as columns, a group of rows for each
+    model, then one for each model of whose methods numbers were `published`
+    (`kvbench.report.published.beside`). The file is called by the task unless there is a `name`."""
     parts = []
     for group in groups:
         frame = tidy(group)
@@ -320,8 +330,8 @@ def paper_table(groups: Sequence[Group], published: pd.DataFrame) -> Table:
     if len(published):
         parts.append(_as_papers_print(first, published, set(pd.concat(parts)["value"])))
     return _pivot(
-        first,
-        f"{first.task}-paper",
+        groups,
+        f"{name or first.task}-paper",
         f"{first.task}{first.protocol_in_title}: score",
         pd.concat(parts),
     )

@@ -195,6 +195,34 @@ def test_means_of_parts_are_those_of_their_records(tmp_path: Path) -> None:
     assert mine["mean_of_parts"].iloc[0] == pytest.approx(mine["score"].mean())
 
 
+def test_models_stand_together_under_one_protocol_with_the_notes_of_each(tmp_path: Path) -> None:
+    for model, protocol in (("a", "prompt"), ("b", "prompt"), ("c", "context")):
+        records = [
+            {
+                "example_id": f"{d}{i}",
+                "dataset": d,
+                "score": 1.0,
+                "compressed": model == "a" or i > 1,
+            }
+            for d in "xy"
+            for i in range(3)
+        ]
+        options = {"compress_after": protocol}
+        write_run(tmp_path, model=model, method="snapkv", records=records, options=options)
+    build_report(tmp_path / "demo")
+    together, alone = (
+        (tmp_path / "demo" / "tables" / f"t-{protocol}-paper.md").read_text()
+        for protocol in ("prompt", "context")
+    )
+    assert "| *a* |" in together
+    assert "| *b* |" in together
+    assert "*c*" not in together, "of another protocol"
+    kept = "Prompts that are no longer than the capacity are not compressed: snapkv (4)."
+    assert f"b: {kept}" in together
+    assert f" {kept}" in alone
+    assert f": {kept}" not in alone
+
+
 def test_a_task_that_has_only_begun_leaves_the_report_whole(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle"))
     write_run(tmp_path, task="a_begun_one", method="snapkv", records=[])
