@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,10 +44,26 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
         ]
         experiment = replace(experiment, groups=tuple(groups))
     _print_tables(experiment)
+    for line in _failures(experiment):
+        print(printable(f"failed: {line}"))
     for line in remarks(experiment):
         print(printable(f"note: {line}"))
     for line in lines_of(aside_of(folder)):
         print(printable(f"left aside: {line}; to remove them: kvbench prune {folder}"))
+
+
+def _failures(experiment: Experiment) -> Iterator[str]:
+    """For each model and task why examples failed: the first error of each method and how many it has,
+    the methods of one error together."""
+    for group in experiment.groups:
+        failed = group.records[group.records["status"] != "ok"]
+        methods: dict[str, list[str]] = {}
+        for label, records in failed.groupby("variant", sort=False):
+            methods.setdefault(str(records["error"].iloc[0]), []).append(
+                f"{label} ({len(records)})"
+            )
+        for error, labels in methods.items():
+            yield f"{group.model} on {group.task}: {', '.join(labels)}: {error}"
 
 
 def _print_tables(experiment: Experiment) -> None:
@@ -77,6 +93,7 @@ def score_by(folder: Path, metric: str) -> None:
     for run in experiment.runs:
         answered = run.records["status"].eq("ok") & run.records["prediction"].notna()
         records = run.records[answered].reset_index(drop=True)
+        records = records.drop(columns="first_token_score", errors="ignore")  # by the other metric
         cut = int(records["ended_early"].astype(object).eq(True).sum())
         unknown = int(records["ended_early"].isna().sum())
         if cut or unknown:

@@ -20,7 +20,7 @@ from kvbench.engine.device import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.kept import strips_by_label
 from kvbench.engine.prefill import Reading
 from kvbench.engine.row import Row
-from kvbench.errors import one_line
+from kvbench.errors import one_line, traceback_of
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
 from kvbench.records.figures import Heatmap, as_json
@@ -124,7 +124,8 @@ class Plan(ABC):
 
 
 def failure_fields(failure: Exception) -> dict[str, Any]:
-    """The record fields of a failure: its status, and one line about it."""
+    """The record fields of a failure: its status, and one line about it; the log has its traceback."""
+    log.debug("%s", traceback_of(failure))
     status = "oom" if is_out_of_memory(failure) else "error"
     if isinstance(failure, BudgetExceeded):
         status = "over_budget"

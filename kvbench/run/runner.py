@@ -29,7 +29,7 @@ from kvbench.engine.device import (
     total_bytes,
     used_bytes,
 )
-from kvbench.errors import FAILED, UserError, one_line, traceback_of
+from kvbench.errors import FAILED, UserError, one_line
 from kvbench.records.read import read_statuses
 from kvbench.records.store import RecordStore, write_examples, write_manifest
 from kvbench.run.job import Job, record_ids
@@ -205,7 +205,6 @@ class Runner:
                 name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
                 level = logging.INFO if len(work) > 1 else logging.WARNING
                 log.log(level, "%s: %s", name, one_line(failure))
-                log.debug("%s", traceback_of(failure))
                 return records, failure
         return records, None
 
