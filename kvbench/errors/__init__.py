@@ -38,11 +38,14 @@ def needs_extra(package: str, extra: str) -> str:
 
 def nearest(word: str, allowed: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` when something allowed is close to `word`, else an empty string. A class
-    of another library, such as kvpress's SnapKVPress, is close to its name here."""
+    of another library, such as kvpress's SnapKVPress, is close to its name here, and its
+    compression_ratio to the rate that is left."""
 
     def bare(name: str) -> str:
         return re.sub(r"[\W_]", "", name).lower().removesuffix("press")
 
+    if word == "compression_ratio" and "total_rate" in allowed:
+        return " (did you mean 'total_rate', which is 1 - compression_ratio?)"
     same = [name for name in allowed if bare(name) == bare(word) != ""]
     close = same or difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
     if word.endswith("Press") and not same:  # close to all that ends so

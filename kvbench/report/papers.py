@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, check_known
 from kvbench.errors.options import check_options, only
 
 HEADING = "differs from the paper"
@@ -46,6 +46,16 @@ def paper_folders() -> list[Path]:
     """Where the published tables are: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[1]
     return [package / "paper", package.parent / "results" / "paper"]
+
+
+def file_of(spec: PaperTable, results_dir: Path) -> Path:
+    """The CSV file of a published table: in the folder ``paper`` of the results, or in the repository's
+    results/paper."""
+    places = [results_dir.resolve() / "paper", *paper_folders()]
+    files = {path.stem: path for place in reversed(places) for path in place.glob("*.csv")}
+    name = spec.file.removesuffix(".csv")
+    check_known(f"paper_table is {name!r}", name, sorted(files), PaperError)
+    return files[name]
 
 
 def specs_of(paper_table: Any) -> list[PaperTable]:

@@ -23,7 +23,7 @@ import pandas as pd
 
 from kvbench.errors import first_line
 from kvbench.report.frame import AVERAGE, scores
-from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
+from kvbench.report.papers import PaperError, PaperTable, file_of, paper_folders, specs_of
 from kvbench.report.runs import Experiment, Group, as_text, words
 from kvbench.report.table import INTERVAL, METHOD, Column, Table, legend, score_format, unit_text
 
@@ -47,7 +47,7 @@ def beside(experiment: Experiment) -> pd.DataFrame:
             specs += [s for s in specs_of(config.get("paper_table")) if s not in specs]
         for spec in specs:
             named[spec.file] = ", ".join(map(str, group.datasets))
-            theirs = _read(spec, experiment.folder.resolve().parent / "paper")
+            theirs = _read(spec, file_of(spec, experiment.folder.resolve().parent))
             try:
                 parts += _joined(group, spec, theirs)
             except (LookupError, TypeError, ValueError) as error:
@@ -62,23 +62,19 @@ def beside(experiment: Experiment) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _read(spec: PaperTable, own: Path) -> pd.DataFrame:
+def _read(spec: PaperTable, path: Path) -> pd.DataFrame:
     """The published table as text, so that 22.0 stays what was printed; the rows of ``where``."""
-    name = f"{spec.file.removesuffix('.csv')}.csv"
-    place = next((p for p in (own, *paper_folders()) if (p / name).is_file()), None)
-    if place is None:
-        raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, paper_folders()))}")
-    if (place / name).resolve().parent != place.resolve():
-        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
+    if path.resolve().parent != path.parent.resolve():
+        raise PaperError(f"paper_table {path} is a link to another folder; it is not read")
     try:
-        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:  # no CSV, or not UTF-8
-        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
+        raise PaperError(f"{path} cannot be read: {first_line(error)}") from error
     where = spec.where or {}
     lacking = sorted({*where, "method", "by", "value", "field", "unit", "printed"} - set(frame))
     if lacking:
         has = ", ".join(map(str, frame))
-        raise PaperError(f"{name} has no column {', '.join(lacking)}; it has {has}")
+        raise PaperError(f"{path.name} has no column {', '.join(lacking)}; it has {has}")
     for column, wanted in where.items():
         allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
         frame = frame[frame[column].map(_shortest).isin([_shortest(one) for one in allowed])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from support.paths import write_lines
 from kvbench.catalogue import KINDS, catalogue
 from kvbench.cli.config import expanded
 from kvbench.cli.main import own_task
+from kvbench.engine.model import local_path
 from kvbench.errors import HIDDEN, UserError
 from kvbench.methods import build_method
 from kvbench.report.__main__ import main as report_main
@@ -196,12 +198,21 @@ def test_methods_and_rates_of_a_sweep_are_one_job(capsys: Any, tmp_path: Path) -
     assert one == two
 
 
-def test_several_tasks_are_a_sweep_with_and_without_m(capsys: Any, tmp_path: Path) -> None:
+def test_several_tasks_or_models_are_a_sweep_with_and_without_m(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     words = ["task=passkey,key_value", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
     words += ["logger=none", f"results_dir={tmp_path}"]
     plain, swept = (main(capsys, *more, *words) for more in ([], ["-m"]))
     assert plain == swept
     assert (plain[0], plain[1].count("job 2: task=key_value: ")) == (0, 1)
+    folders = ["assets/a", "assets/b"]
+    monkeypatch.chdir(tmp_path)
+    for folder in folders:
+        shutil.copytree(local_path("asset:recall_mini"), folder)
+    words[:2] = ["task=passkey", f"model={','.join(folders)}"]
+    status, out, err = main(capsys, *words)
+    assert (status, out.count("job 2: model.path=assets/b: ")) == (0, 1), err
 
 
 def test_a_finished_command_loads_no_weights_and_prints_its_tables(
@@ -333,6 +344,9 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
     assert status == 1, err
     assert "\033" not in out + err
     assert "recall_mini x longeval_lines: 2/2" in err
+    where = "failed: recall_mini on longeval_lines: exact (2), snapkv (2): TimeoutError: "
+    assert where + "the example took more than 1e-09 s\npage: " in out
+    assert ", in check\n    raise TimeoutError(" in err, "with -v there is a traceback"
     assert (tmp_path / "runs/longeval_lines-recall_mini/report.html").exists()
     lines = [p.read_text().splitlines() for p in tmp_path.glob("runs/**/records.jsonl")]
     assert [json.loads(line)["status"] for file in lines for line in file] == ["timeout"] * 4

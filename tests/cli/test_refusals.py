@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 from support.command import ended
 
+from kvbench.catalogue import config_dir
+
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "limit=1", "dry_run=true"]
 JOB = [*BASE, "method=[snapkv,h2o]"]
 REFUSED: list[tuple[list[str], str]] = [
     (["--foo"], "unrecognized arguments: --foo; allowed: key=value and the options"),
+    (
+        ["--model", "hf", "--tasks", "piqa"],
+        "(did you mean python -m kvbench.lm_eval, which has lm-evaluation-harness's options?); allowed",
+    ),
+    (["--method", "snapkv"], "(did you mean method=<value>?); allowed: key=value"),
     (["lists"], "cannot read 'lists' (did you mean 'list'?)"),
+    (["report", "runs/demo"], "cannot read 'report' (did you mean kvbench-report <folder>?)"),
+    (
+        ["method=snapkv", "h2o"],
+        "cannot read 'h2o' (did you mean method=<name>,h2o, or kvbench show",
+    ),
+    (["method=my/snapkv"], "'method/my/snapkv' (did you mean 'snapkv'?); allowed: adakv, "),
     (
         ["show", "method=snapkvv"],
         "Could not find 'method/snapkvv' (did you mean 'snapkv'?); allowed: ",
@@ -32,6 +45,27 @@ REFUSED: list[tuple[list[str], str]] = [
         ["compression_ratio=0.5"],
         "(did you mean budget.total_rate, which is 1 - compression_ratio?)",
     ),
+    (["max_capacity_prompt=128"], "'max_capacity_prompt' (did you mean budget.size?); allowed: "),
+    (
+        ["pretrained=gpt2"],
+        "(did you mean model=<an id of the Hub, a folder or a name>?); allowed: ",
+    ),
+    (
+        ["model=hf"],
+        "model.path has no value; allowed: model.path=<value>, or a line of a YAML file",
+    ),
+    (
+        ["model=gpt3"],
+        "qwen25_72b_instruct, recall_mini, smollm2_135m, tiny_random, an id of the Hub",
+    ),
+    (
+        ["model=recall_mini,a/b"],
+        "model is recall_mini,a/b; allowed in one sweep: names of kvbench ",
+    ),
+    (["methods=[snapkv,h2o]"], "methods is [snapkv,h2o]; allowed: method=<name>,<name>, and "),
+    (["budget=0.5"], "budget is 0.5; allowed: budget.rate=, the share that is kept; or "),
+    (["paper_table=h2o_tabel7"], "paper_table is 'h2o_tabel7' (did you mean 'h2o_table7'?); allo"),
+    (["show", "paper_table=mine"], "paper_table is 'mine'; allowed: balancekv_figure3, "),
     (["max_new_tokens=9"], "'max_new_tokens' (did you mean task.max_new_tokens?); allowed: "),
     (["temperature=1"], "'temperature' (did you mean sampling.temperature?); allowed: "),
     (["snapkv.kernel_size=7"], "(did you mean methods.snapkv.kernel_size?); allowed: "),
@@ -96,6 +130,24 @@ def test_a_wrong_command_is_refused_in_one_line(
     assert message in result.err
     assert len(result.err) < 2000, "nobody would read it"
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_file_of_ones_own_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    own = tmp_path / "method" / "snapkv.yaml"
+    words = [*BASE, f"--config-dir={tmp_path}"]
+    own.write_text((config_dir() / "method" / "snapkv.yaml").read_text())
+    assert ended([*words, "method=snapkv"]).status == 0, "a copy"
+    own.write_text("# @package methods.snapkv\n_target_: mine.SnapKV\n")
+    result = ended([*words, "method=snapkv"])
+    assert result[::2] == (
+        2,
+        f"kvbench: {own} would not be read, since kvbench has a snapkv; rename it\n",
+    )
+    own.rename(own.with_name("mine.yaml"))
+    (tmp_path / "method" / "mine.yaml").write_text("_target_: mine.SnapKV\n")
+    result = ended([*words, "method=mine"])
+    assert "unknown key 'method' (the first line of a file in method/ is # @package" in result.err
 
 
 @pytest.mark.parametrize("dry", ["dry_run=false", "-m"])
