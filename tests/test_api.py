@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -75,6 +76,21 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (
         _compare("x", ["exact"], compression_ratio=0.5),
         r"did you mean 'total_rate', which is 1 - compression_ratio\?",
+    ),
+    (
+        lambda model: kept(model, Letters(), "x", "snapkv", compression_ratio=0.5),
+        r"no option 'compression_ratio' \(did you mean 'total_rate'",
+    ),
+    (
+        _compare("x", ["exact"], compress_after="context"),
+        r"session.read\(context\).ask\(question\) inside compress",
+    ),
+    (_compare("x", ["exact"], reference=7), "reference is 7; allowed: a text, or texts"),
+    (_compare("x", ["exact"], reference=[7]), r"reference is \[7\]; allowed: a text, or texts"),
+    (_compare("x", ["exact"], score="f1"), "score is 'f1'; allowed: a function of text and ref"),
+    (
+        lambda _: load_model("recall_mini", torch_dtype="float16"),
+        r"load_model has no option 'torch_dtype' \(did you mean 'dtype'\?\); allowed: name, ",
     ),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
@@ -169,8 +185,15 @@ def test_compare_takes_several_rates_and_prompts() -> None:
     model, names = tiny_model("llama"), ["exact", "snapkv"]
     prompts = {"fox": "the quick brown fox jumps over the lazy dog " * 2, "hen": "a hen " * 20}
     reference = {"fox": "a", "hen": "b"}
+    rates: Any = np.array([0.5, 0.25])
     many: Any = compare(
-        model, Letters(), prompts, names, rate=[0.5, 0.25], reference=reference, **FOUR_TOKENS
+        model,
+        Letters(),
+        prompts,
+        names,
+        rate=rates,
+        reference=reference,
+        **FOUR_TOKENS,
     )
     assert many.index.names == ["prompt", "rate", "method"]
     assert len(many) == 8
@@ -214,7 +237,7 @@ class Interrupted(Everything):
 
 
 def test_load_models_model_generates_as_transformers_own_before_and_after_everything() -> None:
-    model, tokenizer = load_model("recall_mini")
+    model, tokenizer = load_model("recall_mini", dtype=torch.float32)
     own = AutoModelForCausalLM.from_pretrained(local_path("asset:recall_mini")).eval()
     prompt = "line calm-heron: REGISTER_CONTENT is <12903>\n" * 9
     inputs = tokenizer(prompt, return_tensors="pt")

@@ -227,6 +227,8 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
     ("options", "words"),
     [
         ({"ratee": 0.5}, "unknown key 'ratee'.*rate"),
+        ({"compression_ratio": 0.5}, "did you mean 'total_rate', which is 1 - compression_ratio"),
+        ({"pretrained": None}, "model_args has no pretrained; allowed: pretrained=<model>"),
         ({"method": "snapkv", "h2o.decode": "grow"}, "unknown key 'h2o.decode'"),
         ({"scoring": "max"}, r"allowed: 'sum' or 'mean'"),
         ({"method": "snapkvv"}, "snapkv"),
@@ -239,7 +241,7 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
 def test_refusals(saved, tmp_path, options, words):
     def begin() -> Any:
         if "tasks" not in options:
-            return KVBenchLM(saved, **options)
+            return KVBenchLM(**{"pretrained": saved, **options})
         task = HarnessTask(**{"include_path": FOLDER, **options})
         return run_job(harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}))
 

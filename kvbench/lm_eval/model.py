@@ -69,7 +69,7 @@ class KVBenchLM(Requests):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         method: str = "exact",
         method_args: str | Mapping[str, Any] | None = None,
         *,
@@ -98,6 +98,10 @@ class KVBenchLM(Requests):
     ) -> None:
         # The harness passes these two to every model.
         del max_batch_size, metadata
+        if pretrained is None:
+            raise UserError(
+                "model_args has no pretrained; allowed: pretrained=<model>,method=<name>"
+            )
         for name, value, hint in (
             ("scoring", scoring, Scoring),
             ("compress_after", compress_after, Protocol),

@@ -64,10 +64,11 @@ class HarnessTask(Probe):
             with quietly(), chdir(folder or "."):
                 manager = TaskManager(include_path=folder, include_defaults=folder is None)
                 known = list(manager.all_tasks)
+                listed = "what lm_eval ls tasks lists" if folder is None else ", ".join(known[:12])
                 for name in set(self.tasks) - set(known):
                     raise TaskError(
                         f"task {name!r} is unknown to lm-evaluation-harness{nearest(name, known)}; "
-                        f"allowed: {'its list' if folder is None else ', '.join(known[:12])}"
+                        f"allowed: {listed}"
                     )
                 loaded = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
