@@ -195,8 +195,13 @@ def local_path(path: str) -> str:
         return str(asset)
     if path.startswith(PACKAGE_PREFIX):
         return str(unpacked(path))
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
+    if folder.suffix == ".gguf":
+        raise ModelError(
+            f"model path {path!r} is a file; allowed: its folder, with model.quantization=gguf and "
+            f"model.gguf_file={folder.name}"
+        )
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.is_dir()
     if looks_local and not ((folder / "config.json").is_file() or any(folder.glob("*.gguf"))):
         raise ModelError(f"model path {path!r} has no config.json; allowed: a folder with a model")
     return str(folder) if looks_local else path
@@ -461,6 +466,15 @@ MESSAGE = "KVBENCH_PROMPT_GOES_HERE"
 
 def load_tokenizer(spec: ModelSpec) -> Tokenizer:
     path = spec.tokenizer or spec.path
+    folder = Path(local_path(path))
+    files = [
+        file for name in ("*token*", "*vocab*", "*.model", "*.gguf") for file in folder.glob(name)
+    ]
+    if folder.is_dir() and not files:  # save_pretrained of the model alone
+        raise ModelError(
+            f"model path {path!r} has no tokenizer; allowed: model.tokenizer=<a folder or an id of the "
+            "Hub>, or tokenizer.save_pretrained into it"
+        )
     with one_line_failures("tokenizer of model", spec):
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             local_path(path),

@@ -86,10 +86,10 @@ def printable_lines(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, with the second where the first ends in a colon; the name
     of the error's type where the message is empty."""
-    lines = redact(str(error)).strip().splitlines()
+    lines = [line.strip() for line in redact(str(error)).strip().splitlines()]
     if not lines:
         return type(error).__name__
-    return presentable(" ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])))
+    return presentable(" ".join(lines[: 2 if lines[0].endswith(":") else 1]))
 
 
 def one_line(error: BaseException) -> str:

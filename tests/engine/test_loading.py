@@ -7,6 +7,7 @@ needed. Between two passes they are nowhere (on "meta"), so nothing may ask the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,7 @@ def hub_error(kind: type[Exception], status: int) -> Exception:
         (hub_error(RepositoryNotFoundError, 404), "is not on the Hub, or is private"),
         (OSError("You are trying to access a gated repo.\nMore text."), "is gated: accept"),
         (OSError("cannot reach the Hub\nmore lines"), "cannot be loaded: cannot reach the Hub"),
+        (ValueError("one of: \n(1) a file\n(2)"), "cannot be loaded: one of: (1) a file"),
     ],
 )
 def test_the_hubs_failures_are_one_line(monkeypatch, error, message):
@@ -315,6 +317,24 @@ def test_a_gguf_file_is_read_as_the_format_says(tiny: Any, tmp_path: Path) -> No
         load(tmp_path, quantization="gguf")
     with pytest.raises(ModelError, match=r"no config.json but GGUF files; allowed: model.quant"):
         load(tmp_path)
+
+
+def test_folders_that_lack_a_part_are_refused_in_one_line(tmp_path: Path) -> None:
+    """An adapter, a model that was saved without its tokenizer, a GGUF file in place of its folder."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with chdir(tmp_path), pytest.raises(ModelError, match=r"'adapter' has no config.json; allowed"):
+        load("adapter")
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ModelError, match=r"model' has no tokenizer; allowed: model.tokenizer=<a fo"
+    ):
+        load_tokenizer(spec(str(tmp_path / "model"))())
+    load_tokenizer(spec(str(tmp_path / "model"), tokenizer=RECALL.path)())
+    with pytest.raises(
+        ModelError, match=r"'a/b.gguf' is a file; .*=gguf and model.gguf_file=b.gguf"
+    ):
+        load("a/b.gguf")
 
 
 @pytest.mark.parametrize(("name", "worst"), [("bnb8", 0.02), ("bnb4", 0.2)])
