@@ -334,6 +334,8 @@ def plan_halvings(middle: int, rate: float, kept: int) -> list[Halving]:
     At rate 2^-T there are T halvings of all entries. At a rate between 2^-(T+1) and 2^-T there are T
     such halvings and then one of as many entries as leaves `kept`.
     """
+    if not rate:  # sink and window are all that a share of the prompt grants
+        return whole_halvings(middle, middle.bit_length())
     mantissa, exponent = math.frexp(rate)
     power_of_two = mantissa == 0.5
     plan = whole_halvings(middle, 1 - exponent if power_of_two else -exponent)

@@ -467,6 +467,17 @@ def test_balancekv_count_at_any_rate(n, rate, seed):
         assert recent <= 0 or kept.log_weights[0, 0, -3 - recent :].eq(0).all()
 
 
+@pytest.mark.parametrize("selection", ["cut", "algorithm2"])
+@pytest.mark.parametrize("n", [12, 14, 64, 66])
+def test_balancekv_keeps_sink_and_window_alone_where_a_share_grants_no_more(selection, n):
+    window = n // 4 - 1
+    budget = Budget(total_rate=0.25, sink=round(n / 4) - window, window=window)
+    layer = make_layer(n, kv_heads=2, dim=2, seed=n)
+    kept = run(build_method("balancekv", selection=selection), layer, budget)
+    ends = [*range(budget.sink), *range(n - window, n)]
+    assert kept.positions[0].tolist() == [ends, ends]
+
+
 def test_balancekv_weights_of_each_kind():
     layer, inside = make_layer(300, scale=0.5), slice(4, -8)
     budget = Budget(rate=0.25, sink=4, window=8)
