@@ -77,25 +77,31 @@ lint: setup ## ruff and mypy
 
 # make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Hours of one core, measured: needles 2.3 (all
 # rates share a prompt's passes), context 1.2, RULER 0.9, the rest 0.4; by estimate: KL 0.5, claims 2, Table 1 1.3.
-# Jobs and claims whose records are there are not run again; scripts are. SHARD=1/4 runs a quarter of the prompts of a
-# task, REAL_MODELS=smollm2_135m no Gemma (conf/model/gemma3_270m.yaml has its packages; its terms are its own, so that
+# Jobs and claims whose records are there are not run again; scripts are. SHARD=1/4 runs a quarter of the prompts of all
+# jobs and no more: once all quarters lie in one folder, make results finds them there, and makes claims, tables and
+# figures. REAL_MODELS=smollm2_135m: no Gemma (conf/model/gemma3_270m.yaml has its packages; its terms are its own, so that
 # setup does not install them).
-SMALL = $(KVBENCH) results_dir=$(RESULTS) logger=none
+SMALL = $(KVBENCH) results_dir=$(RESULTS) logger=none $(if $(SHARD),shard=$(SHARD))
 REAL = $(SMALL) model=smollm2_135m
 REAL_MODELS ?= smollm2_135m,gemma3_270m
-BOTH = $(SMALL) model=$(REAL_MODELS) $(if $(SHARD),shard=$(SHARD))
+BOTH = $(SMALL) model=$(REAL_MODELS)
 RATES = -m budget.rate=0.25,0.125,0.5
 LINES = $(SMALL) model=recall_mini experiment_name=lines batch_size=8
 export LONGEVAL ESSAYS LONGBENCH
 REPORTED_EXPERIMENTS = leaderboard context fidelity ruler frontier instructions figure4 table1 lines
 results: RESULTS = results
-results: results-leaderboard results-needles results-instructions results-papers results-claims results-lines ## results/ as committed: real models' tables, lines of the shipped one; README's tables and figure
+RESULTS_JOBS = results-leaderboard results-needles results-instructions results-papers
+ifdef SHARD
+results: $(RESULTS_JOBS)
+else
+results: $(RESULTS_JOBS) results-claims results-lines ## results/ as committed: real models' tables, lines of the shipped one; README's tables and figure
 	for name in $(REPORTED_EXPERIMENTS); do $(BIN)/python -m kvbench.report $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_figure.py --out $(RESULTS)/needles --axis 'facts found (%)' --title 'Facts found against bytes held' \
 	  --methods solved,kvzip,kvzip_plus,kvgrad,snapkv,h2o,streaming_llm,balancekv \
 	  $(foreach model,SmolLM2-135M=smollm2_135m-Q4_1 Gemma-3-270M=gemma3_270m-q4_k_m,$(subst =,=$(RESULTS)/leaderboard/tables/needles-,$(model)).csv)
 	$(BIN)/python scripts/lost_and_won.py $(RESULTS)
 	$(BIN)/python scripts/readme_tables.py
+endif
 
 # Settings are those of conf/parts/*/_results_*.yaml. Methods that read a prompt twice have no error of a single layer.
 SECOND_PASS = kvzip kvzip_plus kvgrad kvzip_turboquant solved solved_turboquant solved_kvzip_plus solved_kvgrad
@@ -126,7 +132,7 @@ results-papers: setup
 
 # B3 is decided by the records of Table 1, which is SmolLM2's.
 CLAIMS = $(BIN)/python scripts/claims.py 'files=[$(ESSAYS)/*.txt]'
-results-claims: setup
+results-claims: results-papers
 	$(CLAIMS) model=smollm2_135m results_dir=$(RESULTS)/claims
 	$(if $(findstring gemma3,$(REAL_MODELS)),$(CLAIMS) model=gemma3_270m results_dir=$(RESULTS)/claims_gemma3)
 	$(KVBENCH) reproduce joint_survival model=smollm2_135m task=text 'task.files=[$(ESSAYS)/*.txt]' limit=12 'layers=[1,5,15,30]' \
