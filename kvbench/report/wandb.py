@@ -256,6 +256,8 @@ def _log_group(
                 run.log({**means_so_far, "examples": int(count)})
             run.log({"examples": len(numbers), **tables})
             run.summary.update({**_means(records, numbers), **_known(summary)})
+            if math.isnan(summary["score"]):  # of no datasets, or of some alone
+                run.summary["score"] = math.nan
             run.summary["failed"] = int(records["status"].ne("ok").sum())
             for value, part in records.groupby("rate") if several else ():
                 at_rate = _means(part, part[["score", "ratio"]])

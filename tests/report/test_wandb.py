@@ -109,6 +109,25 @@ def test_a_run_has_means_tables_and_figures(tmp_path: Path) -> None:
     assert "0.50</td>" in heatmap.read_text()
 
 
+def test_a_method_that_lacks_a_dataset_has_no_score_in_the_summary(tmp_path: Path) -> None:
+    """As in tables: the mean of its other datasets is no score beside those of all."""
+    for method in ("exact", "snapkv"):
+        records = [
+            {"example_id": f"{name}{i}", "dataset": name, "score": 0.5}
+            | ({"score": None, "status": "oom"} if name == "y" and method == "snapkv" else {})
+            for name in "xy"
+            for i in range(3)
+        ]
+        write_run(tmp_path, method=method, records=records)
+    log_runs(load_runs(tmp_path / "demo"))
+    scores = {
+        name.split("/")[2]: updates(messages, "summary")["score"]
+        for (_, name), (_, messages) in logged(tmp_path / "demo").items()
+    }
+    assert scores["exact"] == 0.5
+    assert scores["snapkv"] != 0.5, "not a number"
+
+
 def test_heatmaps_of_all_methods_have_one_scale(tmp_path: Path) -> None:
     """The darkest colour is the best score of any method: snapkv's, half of exact's, have none of it."""
     for method, factor in (("exact", 1.0), ("snapkv", 0.5)):
