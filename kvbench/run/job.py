@@ -165,20 +165,23 @@ class Job:
         if self.shard is not None:
             for line in lines_of(self.aside):
                 yield f"shard {self.shard} is of other code or weights than {line}, which are left aside"
-        commit = str(self.extra.get("code_revision")).removesuffix("+dirty")
-        for label, (method, _) in self.methods.items():
-            path = self.folders[label] / MANIFEST
-            if self.rerun is not None or not path.is_file():
+        this = str(self.extra.get("code_revision")).removesuffix("+dirty")
+        made: dict[str, list[str]] = {}
+        for label, folder in self.folders.items():
+            if self.rerun is None and (folder / MANIFEST).is_file():
+                revision = str(read_manifest(folder / MANIFEST).get("code_revision"))
+                made.setdefault(revision.removesuffix("+dirty"), []).append(label)
+        for commit, labels in made.items():
+            if commit in (this, "None", "unknown"):
                 continue
-            made_by = str(read_manifest(path).get("code_revision")).removesuffix("+dirty")
-            if made_by not in (commit, "None", "unknown"):
-                files = changed_since(made_by, method, *self.code_of_task)
-                if files:
-                    yield (
-                        f"{label} goes on with records of commit {made_by[:10]}, where "
-                        f"{', '.join(files)} had other code of the same version; rerun=true runs them "
-                        "again"
-                    )
+            methods = [self.methods[label][0] for label in labels]
+            files = changed_since(commit, *methods, *self.code_of_task)
+            if files:
+                who = f"{labels[0]} and {len(labels) - 1} more go" if labels[1:] else f"{labels[0]} goes"
+                yield (
+                    f"{who} on with records of commit {commit[:10]}, where {', '.join(files)} had other "
+                    "code of the same version; rerun=true runs them again"
+                )
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:

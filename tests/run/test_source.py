@@ -401,11 +401,11 @@ def test_a_changed_commit_of_one_version_is_said(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(jobs, "changed_since", lambda commit, *code: [f"{commit}/exact.py"])
-    methods = {"exact": build_method("exact")}
+    methods = {name: build_method(name) for name in ("exact", "h2o", "snapkv")}
     for commit in ("old", "old+dirty", "new"):
         run_job(make_job(tmp_path, methods, extra={"code_revision": commit}))
-    (line,) = [line for line in caplog.messages if "goes on with" in line]
-    assert "commit old, where old/exact.py had other code of the same version" in line
+    (line,) = [line for line in caplog.messages if "on with records" in line]
+    assert "exact and 2 more go on with records of commit old, where old/exact.py had other" in line
 
 
 def test_records_of_an_older_kvbench_are_neither_continued_nor_averaged(
