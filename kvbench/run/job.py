@@ -177,10 +177,10 @@ class Job:
             methods = [self.methods[label][0] for label in labels]
             files = changed_since(commit, *methods, *self.code_of_task)
             if files:
-                who = f"{labels[0]} and {len(labels) - 1} more go" if labels[1:] else f"{labels[0]} goes"
+                go = f"and {len(labels) - 1} more go" if labels[1:] else "goes"
                 yield (
-                    f"{who} on with records of commit {commit[:10]}, where {', '.join(files)} had other "
-                    "code of the same version; rerun=true runs them again"
+                    f"{labels[0]} {go} on with records of commit {commit[:10]}, where {', '.join(files)} "
+                    "had other code of the same version; rerun=true runs them again"
                 )
 
     @cached_property
