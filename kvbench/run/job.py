@@ -179,8 +179,8 @@ class Job:
             if files:
                 go = f"and {len(labels) - 1} more go" if labels[1:] else "goes"
                 yield (
-                    f"{labels[0]} {go} on with records of commit {commit[:10]}, where {', '.join(files)} "
-                    "had other code of the same version; rerun=true runs them again"
+                    f"{labels[0]} {go} on with records of commit {commit[:10]}, where "
+                    f"{', '.join(files)} had other code of the same version; rerun=true runs them again"
                 )
 
     @cached_property
