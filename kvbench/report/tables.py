@@ -230,8 +230,7 @@ def _notes(group: Group) -> Iterator[str]:
     unit = group.meta.unit
     if unit != "example_id" and unit in group.records:
         count = group.good.loc[group.good["score"].notna(), unit].nunique()
-        name = {"filler": "filler text"}.get(unit, words(unit))
-        yield f"Intervals are over {count} independent units, one for each {name}."
+        yield f"Intervals are over {count} independent units, one for each {unit_name(group)}."
     if "beyond_positions" in group.records:
         over = group.records[group.records["beyond_positions"].eq(True)]["example_id"].nunique()
         if over:
@@ -250,6 +249,12 @@ def _notes(group: Group) -> Iterator[str]:
         yield few
     if group.left_out:
         yield f"Not shown, as they were run on other prompts: {', '.join(group.left_out)}."
+
+
+def unit_name(group: Group) -> str:
+    """What an independent unit of the group is called."""
+    names = {"example_id": "prompt", "context_id": "context", "filler": "filler text"}
+    return names.get(group.meta.unit, words(group.meta.unit))
 
 
 def _earned_by_first_token(group: Group) -> str:
@@ -757,9 +762,10 @@ def _verdict_on(group: Group, scored: pd.DataFrame, change: pd.DataFrame) -> str
     equal = [first, *(label for label in same if label not in (first, *apart))]
     unit = "%" if group.percent else words(group.meta.score_unit)
     line = f"{_named(group, equal)} {'has' if len(equal) == 1 else 'have'} {score} {unit}"
-    line += f" ({units} prompts)"
+    of_units = f"{unit_name(group)}s"
+    line += f" ({units} {of_units})"
     if units < FEWEST:
-        return f"{line}: too few prompts to say more."
+        return f"{line}: too few {of_units} to say more."
     if first in change.index and not math.isnan(change["low"][first]):
         is_ratio = change["measure"][first] == "times"
         written = number if is_ratio else signed

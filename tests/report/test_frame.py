@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import binomtest
 from support.report_runs import (
     ERROR_META,
+    LINES_META,
     lines_records,
     write_demo,
     write_run,
@@ -282,6 +283,18 @@ def test_a_rate_of_the_middle_and_one_of_the_prompt_are_not_ranked_together(tmp_
     headings = [heading for heading, _ in score_table(group).groups()]
     assert headings == ["rate 0.25, ratio 0.30", "total rate 0.25, ratio 0.30"]
     assert pairs_table(group) is None
+
+
+@pytest.mark.parametrize(("unit", "named"), [("filler", "filler texts"), ("layer", "layers")])
+def test_a_sentence_counts_independent_units_by_their_name(
+    tmp_path: Path, unit: str, named: str
+) -> None:
+    for method in ("exact", "snapkv"):
+        records = [{"example_id": f"e{i}", unit: i % 12, "score": 1.0} for i in range(36)]
+        write_run(tmp_path, method=method, records=records, task_meta=LINES_META | {"unit": unit})
+    group = group_of(tmp_path / "demo")
+    assert f"snapkv has 100.0 % (12 {named})" in verdict(group)
+    assert any(f"one for each {named[:-1]}." in note for note in score_table(group).notes)
 
 
 def test_caches_of_two_sizes_are_not_ranked_together(tmp_path: Path) -> None:
