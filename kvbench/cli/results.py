@@ -44,8 +44,11 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
         ]
         experiment = replace(experiment, groups=tuple(groups))
     _print_tables(experiment)
-    for line in _failures(experiment):
+    failures = list(_failures(experiment))
+    for line in failures:
         print(printable(f"failed: {line}"))
+    if failures:
+        print("to run again what failed: retry_failed=true")
     for line in remarks(experiment):
         print(printable(f"note: {line}"))
     for line in lines_of(aside_of(folder)):

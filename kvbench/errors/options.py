@@ -114,7 +114,7 @@ def allowed(hint: Any, value: Any) -> str:
         place = max(places, key=len)
         texts = [p["msg"] for p, where in zip(problems, places, strict=True) if where == place]
         words = (t.removeprefix("Input should be ").removeprefix("Value error, ") for t in texts)
-        return " or ".join(dict.fromkeys(words))
+        return " or ".join(dict.fromkeys(words)).replace("a valid dictionary", "{option: value}")
     return ""
 
 

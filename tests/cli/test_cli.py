@@ -345,7 +345,8 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
     assert "\033" not in out + err
     assert "recall_mini x longeval_lines: 2/2" in err
     where = "failed: recall_mini on longeval_lines: exact (2), snapkv (2): TimeoutError: "
-    assert where + "the example took more than 1e-09 s\npage: " in out
+    again = "to run again what failed: retry_failed=true"
+    assert f"{where}the example took more than 1e-09 s\n{again}\npage: " in out
     assert ", in check\n    raise TimeoutError(" in err, "with -v there is a traceback"
     assert (tmp_path / "runs/longeval_lines-recall_mini/report.html").exists()
     lines = [p.read_text().splitlines() for p in tmp_path.glob("runs/**/records.jsonl")]

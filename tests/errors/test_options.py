@@ -42,6 +42,7 @@ HINTS: list[tuple[Any, list[Any], list[Any], str]] = [  # hint, allowed, refused
     (Annotated[int, Ge(2)] | Several[int], [2, [1]], [[], 1.5], "a valid integer"),
     (Share | Several[Share], [1, [1]], [[2], "x", [1, 0.5, 2], 2], "less than or equal to 1"),
     (Mapping[str, float], [{}, {"a": 1}], [[], {"a": "b"}], "a valid number"),
+    (Mapping[str, float] | None, [None], ["x", 4], "{option: value}"),
     (Inner | None, [Inner(), None], [{"size": 1}, "x"], "an instance of Inner"),
     (Inner, [Inner()], [None], "an instance of Inner"),
     (Any, [object(), None], [], ""),
