@@ -82,8 +82,8 @@ def score_by(folder: Path, metric: str) -> None:
     scores to ``<folder>/scores/<metric>.csv``. Records stay as they are; no model is loaded.
 
     Raises:
-        UserError: an unknown metric, or answers that ended before their own end, as soon as the score of
-            their own task was settled.
+        UserError: an unknown metric, no answers, or answers that ended before their own end, as soon as
+            the score of their own task was settled.
     """
     import pandas as pd
 
@@ -117,6 +117,10 @@ def score_by(folder: Path, metric: str) -> None:
         runs.append(replace(run, records=records, manifest={**run.manifest, "task_meta": meta}))
         rows.append(
             records[["model", "task", "method", "config_hash", "seed", "example_id", "score"]]
+        )
+    if not any(map(len, rows)):
+        raise UserError(
+            f"no answers are stored in {folder}; allowed: an experiment that asks for some"
         )
     _print_tables(replace(experiment, groups=tuple(group_runs(runs))))
     path = folder / "scores" / f"{safe_name(metric)}.csv"

@@ -434,6 +434,9 @@ def test_stored_answers_are_scored_by_another_metric_without_the_model(
         ended = main(capsys, "score", str(experiment), "metric=substring")
         assert (ended.status, f"2 of 3 answers in {records.parent} " in ended.err) == (2, True)
         assert why in ended.err
+    records.write_text(re.sub('"status": "ok"', '"status": "error"', before))
+    ended = main(capsys, "score", str(experiment), "metric=substring")
+    assert (ended.status, "no answers are stored in " in ended.err) == (2, True)
 
 
 def test_scores_that_say_nothing_and_answers_that_were_cut_are_said(
