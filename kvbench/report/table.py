@@ -24,12 +24,13 @@ LEGEND = {
     "tied": "≈: not significantly different from the best (adjusted p of 0.05 or more).",
     "better": "▲: significantly better than the best, over the examples that both scored.",
     "worse": "No mark: significantly worse than the best (adjusted p below 0.05).",
+    "average": "Averages alone are compared so, not the columns of single datasets.",
     "few": "Differences are not tested where there are fewer than ten prompts.",
     "incomplete": "†: some examples failed or are missing; the mean is over the others.",
     "at_most": "≤: at the lowest rate that was run, too.",
     "more_than": ">: not within these rates.",
 }
-"""Each mark's meaning, in a sentence."""
+"""Each mark's meaning, in a sentence; "average" and "few" are no marks, but said of them."""
 INTERVAL = "[low, high]: 95 % confidence interval over prompts, of each number by itself."
 TESTED = (
     "p: exact McNemar test of right and wrong answers, else paired t test; adjusted by the discrete Holm"
@@ -152,7 +153,8 @@ class Table:
         has_interval = any(self.cell(row, c).interval for row in rows for c in columns)  # type: ignore[arg-type]
         about = {INTERVAL: has_interval}
         about |= {DIFFERENCE: "difference" in keys, TIMES: "times" in keys}
-        about |= {text: text in explained for word, text in LEGEND.items() if word != "few"}
+        of_marks = LEGEND.keys() - {"average", "few"}
+        about |= {LEGEND[word]: LEGEND[word] in explained for word in of_marks}
         return [note for note in self.notes if about.get(note, True)]
 
 

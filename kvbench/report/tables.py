@@ -314,7 +314,10 @@ def _pivot(groups: Sequence[Group], name: str, title: str, rows: pd.DataFrame) -
         for each, own in zip(groups, of_groups, strict=True)
         for note in own
     ]
-    notes = (INTERVAL, *legend(table, columns), *dict.fromkeys(about))
+    marks = legend(table, columns)
+    if AVERAGE in names and LEGEND["best"] in marks:
+        marks.append(LEGEND["average"])
+    notes = (INTERVAL, *marks, *dict.fromkeys(about))
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
