@@ -124,9 +124,10 @@ def score_table(group: Group) -> Table:
         loss=table["score"] if lower else -table["score"],
         share=table["variant"].map({variant.label: variant.share for variant in group.variants}),
         minus_rate=-table["rate"].astype(float),
+        minus_size=table["variant"].map({v.label: -(v.size or 0) for v in group.variants}),
         is_compared=[group.baseline[label] is not None for label in table["variant"]],
     )
-    keys = ["is_compared", "share", "minus_rate", "loss"]
+    keys = ["is_compared", "share", "minus_rate", "minus_size", "loss"]
     table = table.loc[order.sort_values(keys, kind="stable").index]
     table = _in_groups_by_rate(group, table)
     unit, count = group.meta.score_unit, len(group.datasets)

@@ -306,6 +306,8 @@ def test_caches_of_two_sizes_are_not_ranked_together(tmp_path: Path) -> None:
     best = {label for label, mark in marks(group).items() if "best" in mark}
     assert best == {"snapkv, size 128", "snapkv, size 256"}
     assert marks(group)["h2o, size 256"] == {"tied"}
+    order = [f"{method}, size {size}" for size in (256, 128) for method in ("snapkv", "h2o")]
+    assert list(score_table(group).frame["variant"]) == order
     first, second = verdict(group).splitlines()
     assert "snapkv, size 256 has 100.0 %" in first
     assert "snapkv, size 128 has 50.0 %" in second
