@@ -255,6 +255,8 @@ def _notes(group: Group) -> Iterator[str]:
 def unit_name(group: Group) -> str:
     """What an independent unit of the group is called."""
     names = {"example_id": "prompt", "context_id": "context", "filler": "filler text"}
+    if "sample" in group.records:  # of a prompt that is answered several times
+        names["context_id"] = "prompt"
     return names.get(group.meta.unit, words(group.meta.unit))
 
 

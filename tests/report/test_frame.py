@@ -295,6 +295,13 @@ def test_a_sentence_counts_independent_units_by_their_name(
     group = group_of(tmp_path / "demo")
     assert f"snapkv has 100.0 % (12 {named})" in verdict(group)
     assert any(f"one for each {named[:-1]}." in note for note in score_table(group).notes)
+    for name, of_unit in (("sample", "prompts"), ("question", "contexts")):
+        asked = [
+            {"example_id": f"e{i}", "context_id": f"c{i % 12}", name: i // 12, "score": 1.0}
+            for i in range(36)
+        ]
+        write_run(tmp_path, experiment=name, method="snapkv", records=asked)
+        assert f"snapkv has 100.0 % (12 {of_unit})" in verdict(group_of(tmp_path / name))
 
 
 def test_caches_of_two_sizes_are_not_ranked_together(tmp_path: Path) -> None:
