@@ -156,7 +156,8 @@ def run_own(arguments: Sequence[str]) -> int:
 
 def own_task(arguments: Sequence[str]) -> list[str]:
     """The words of ``task=jsonl`` that those of ``kvbench own`` stand for."""
-    named = [word for word in _parsed(arguments).overrides if "=" not in word]
+    words = _parsed(arguments).overrides
+    named = [word for word in words if "=" not in word or Path(word).exists()]
     if len(named) != 1:
         raise UserError(
             f"kvbench own has {named or 'nothing'}; allowed: one file, folder or data set of the Hub"
@@ -180,14 +181,14 @@ def score_folder(arguments: Sequence[str]) -> int:
     task=jsonl (kvbench show task=jsonl) or a function, my.module.function. The
     records stay; the scores go to <folder>/scores/<metric>.csv.
     """
-    values = values_of(arguments)
-    metric = values.pop("metric", "")
-    if len(values) != 1 or any(values.values()) or not metric:
+    metric = values_of(arguments).get("metric")
+    folders = [word for word in arguments if not word.startswith("metric=")]
+    if len(folders) != 1 or not metric:
         raise UserError(
             f"kvbench score has {list(arguments) or 'nothing'}; allowed: an experiment's folder and "
             "metric=<metric>"
         )
-    score_by(Path(next(iter(values))).expanduser(), metric)
+    score_by(Path(folders[0]).expanduser(), metric)
     return 0
 
 

@@ -289,7 +289,7 @@ def test_kvbench_alone_is_a_short_help_and_no_run(
 def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     text = "Ann walked to the mill. The number of the house is 4711. " * 4
-    Path("it's mine.csv").write_text(f"Text,q,gold\n{text},What is the number?,4711\n")
+    Path("it's mine, x=1.csv").write_text(f"Text,q,gold\n{text},What is the number?,4711\n")
     words = [
         *FAST[:2],
         "method=[snapkv]",
@@ -297,9 +297,9 @@ def test_own_rows_are_one_word(capsys: Any, tmp_path: Path, monkeypatch: Any) ->
         "budget.sink=4",
         "budget.window=8",
     ]
-    status, out, err = main(capsys, "own", "it's mine.csv", *words, "task.max_new_tokens=2")
+    status, out, err = main(capsys, "own", "it's mine, x=1.csv", *words, "task.max_new_tokens=2")
     assert status == 0, err
-    assert "tiny_random x it_s_mine, 1 method at 2 rates" in out
+    assert "tiny_random x it_s_mine,_x=1, 1 method at 2 rates" in out
     assert "task.fields={context: Text, question: q, answers: gold}" in err
     assert len(list(Path("runs").rglob("records.jsonl"))) == 2
     of_hub = ["task=jsonl", "task.dataset=me/my.rows", "task_label='my'", "-m"]
@@ -414,6 +414,7 @@ def test_stored_answers_are_scored_by_another_metric_without_the_model(
     monkeypatch.chdir(tmp_path)
     fields = "task.fields={context: text, question: q, answers: gold}"
     words = ["logger=none", "model=tiny_random", "method=[exact]", "task.max_new_tokens=3", fields]
+    words.append("experiment_name='x=1'")
     assert main(capsys, "own", "r.jsonl", *words, "task.metric=rouge_l").status == 0
     (experiment,) = tmp_path.glob("runs/*")
     (records,) = experiment.rglob("records.jsonl")
