@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
@@ -88,7 +87,7 @@ def load_model(
         UnsupportedModel: kvbench cannot compress the cache of this architecture.
     """
     named: dict[str, Any] = {"name": path, "path": path}
-    if path in catalogue("models") and not Path(path).exists():
+    if path in catalogue("models"):
         named = options_of_model(path)
         del named["_target_"]
     known = [field.name for field in fields(ModelSpec)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,11 @@ def test_wrong_arguments_are_refused_in_one_line(call: Callable[[Any], Any], mes
     assert "\n" not in str(error.value)
 
 
-def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
+def test_compare_gives_what_compress_gives_from_one_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recall_mini").mkdir()  # as a folder of results has one
     shipped, tokenizer = load_model("recall_mini")  # by the command line's name
     assert (shipped.config.num_hidden_layers, tokenizer.eos_token_id is None) == (4, False)
     model = tiny_model("llama")
