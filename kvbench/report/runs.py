@@ -415,10 +415,13 @@ def entries_columns(records: pd.DataFrame) -> dict[str, pd.Series]:
 
 def variants_of(runs: Sequence[Run]) -> list[Variant]:
     """The variant of each run. Runs that differ only in their seed have equal variants; the exact cache
-    has no budget, and what else keeps the whole cache has no rate: it is named by its budget."""
+    has no budget, and what else keeps the whole cache has no rate: it is named by its budget. An exact
+    cache of few bits (`Method.quantize`) is no exact cache."""
     of_method: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        of_method[short_name(str(run.manifest.get("method")))].append(run)
+        name = short_name(str(run.manifest.get("method")))
+        is_packed = name == BASELINE and run.records["saves_memory"].eq(True).any()
+        of_method[f"{name}_quantized" if is_packed else name].append(run)
     variants: dict[Run, Variant] = {}
     for method, mine in of_method.items():
         is_whole = all(map(_keeps_whole_cache, mine))

@@ -431,6 +431,28 @@ def test_variants_are_named_by_what_differs_or_by_their_hash(tmp_path: Path) -> 
         assert set(group.labels) == expected
 
 
+def test_an_exact_cache_of_few_bits_is_no_baseline(tmp_path: Path) -> None:
+    scores_of = {"exact": 1.0, "snapkv": 0.5}
+    for bits, packed in ((None, False), (2, True)):
+        for method, score in scores_of.items():
+            records = [
+                {
+                    "example_id": f"e{i}",
+                    "score": score - packed / 4,
+                    "saves_memory": method != "exact" or packed,
+                }
+                for i in range(12)
+            ]
+            if method == "exact" or not packed:
+                options = {"method.quantize": bits}
+                write_run(tmp_path, method=method, records=records, options=options)
+    group = group_of(tmp_path / "demo")
+    assert set(group.labels) == {"exact", "snapkv", "exact_quantized"}
+    changes = totals_of(group, "difference")["mean"]
+    assert dict(changes) == {"snapkv": -0.5, "exact_quantized": -0.25}
+    assert group.compressed == {"snapkv", "exact_quantized"}
+
+
 def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
     """Of a run that went on, its first start counts."""
     starts: Any = [("a", "12", []), ("b", "13", ["10"]), ("c", "11", [])]
