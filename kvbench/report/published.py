@@ -121,10 +121,8 @@ def _matched(
             raise PaperError(f"{spec.file}: our records have no field {by or field}")
         ours = _ours(group, by, field, part, spec.statistic)
         both = part.merge(ours, on=keys, suffixes=("_paper", ""))
-        asked = pd.to_numeric(both["rate_paper"], errors="coerce")
-        compared = both["rate"].notna() & both["variant"].isin(group.compressed)
-        both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
-        both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
+        both = both[_is_at(group, both, both["rate_paper"])]
+        both = pd.concat([both, *_best(group, part, ours)], ignore_index=True)
         if len(both):
             both = both.assign(source=spec.file.removesuffix(".csv"), field=field)
             frames.append(_compared(both))
@@ -168,12 +166,23 @@ def _split(group: Group, fields: Sequence[str]) -> tuple[str, pd.DataFrame]:
     return "setting", group.records.assign(setting=["+".join(row) for row in texts])
 
 
-def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:
-    """Published rows about the best of several methods beside the best of our variants of these, chosen
-    for each value; none where fewer than two of them were run."""
-    frames = []
-    for names, rows in part[part["method"].str.contains("|", regex=False)].groupby("method"):
+def _is_at(group: Group, ours: pd.DataFrame, rates: pd.Series) -> pd.Series:
+    """Whether rows of ours are at these published rates (texts, empty for none). What has no budget, as
+    the exact cache, is at every rate; a number of entries is at none."""
+    with_size = {variant.label for variant in group.variants if variant.size is not None}
+    has_budget = ours["rate"].notna() | ours["variant"].isin(with_size)
+    same = (pd.to_numeric(rates, errors="coerce") - ours["rate"]).abs().lt(1e-9)
+    return ~(has_budget & ours["variant"].isin(group.compressed)) | rates.eq("") | same
+
+
+def _best(group: Group, part: pd.DataFrame, ours: pd.DataFrame) -> list[pd.DataFrame]:
+    """Published rows about the best of several methods beside the best of our variants of these at the
+    same rate, chosen for each value; none where fewer than two of them were run."""
+    frames, lower = [], group.meta.lower_is_better
+    several = part[part["method"].str.contains("|", regex=False)]
+    for (names, rate), rows in several.groupby(["method", "rate"]):
         mine = ours[ours["method"].isin(str(names).split("|"))].dropna(subset=["mean"])
+        mine = mine[_is_at(group, mine, pd.Series(str(rate), mine.index))]
         count = mine["variant"].nunique()
         if count > 1:
             best = mine.sort_values("mean", ascending=lower, kind="stable").drop_duplicates("value")

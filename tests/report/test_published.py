@@ -172,6 +172,16 @@ def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path
         f"longeval_{n} on longchat_7b_v15_32k; published: longchat_7b_v15_32k" for n in (200, 300)
     ]
     assert "400" not in set(frame["value"]), "the paper has no such rate"
+    for option, value in (("rate", 0.9), ("size", 900)):  # of which the paper says nothing
+        for method in ("subgen_recent_2048", "subgen_recent_3072"):
+            records = [{"example_id": f"{i}", "num_lines": 200, "score": 1.0} for i in range(4)]
+            about = {"task": "longeval_200", "model": "longchat_7b_v15_32k", "records": records}
+            options = {"paper_table": "subgen_table1", f"budget.{option}": value}
+            write_run(tmp_path, method=method, options=options, **about)
+    again = joined(tmp_path)
+    best = again[again["variant"].str.startswith("best of") & again["field"].eq("score")]
+    assert sorted(best["score"]) == [50.0, 50.0], "the best at the paper's rate"
+    assert len(again) == len(frame)
 
 
 def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> None:
