@@ -26,6 +26,9 @@ from kvbench.records.store import replace_file, safe_name
 if TYPE_CHECKING:
     from kvbench.report.runs import Experiment
 
+MOST_FAILURES = 10
+"""The lines about failures that the terminal shows."""
+
 
 def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
     """Print the tables of an experiment's folder as the page shows them; where run folders are given,
@@ -45,8 +48,10 @@ def print_scores(folder: Path, runs: Collection[Path] = ()) -> None:
         experiment = replace(experiment, groups=tuple(groups))
     _print_tables(experiment)
     failures = list(_failures(experiment))
-    for line in failures:
+    for line in failures[:MOST_FAILURES]:
         print(printable(f"failed: {line}"))
+    if len(failures) > MOST_FAILURES:
+        print(f"failed: and {len(failures) - MOST_FAILURES} more, which the page has")
     if failures:
         print("to run again what failed: retry_failed=true")
     for line in remarks(experiment):

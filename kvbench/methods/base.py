@@ -444,13 +444,13 @@ class TokenScoringMethod(Method):
     def checked_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
         """`token_scores`, refused where they have another shape."""
         scores = self.token_scores(layer, budget)
-        shape, allowed = tuple(scores.shape), tuple(layer.keys.shape[:3])
+        shape, allowed = tuple(getattr(scores, "shape", ())), tuple(layer.keys.shape[:3])
         if shape != allowed:
             per_query_head = len(shape) == 3 and shape[::2] == allowed[::2]
             how = f": scores.unflatten(1, ({allowed[1]}, -1)).mean(2)" if per_query_head else ""
             raise KVError(
-                f"{type(self).__name__}.token_scores are {shape}; allowed: {allowed}, one score per KV "
-                f"head and token{how}"
+                f"{type(self).__name__}.token_scores are {shape or scores}; allowed: {allowed}, one score "
+                f"per KV head and token{how}"
             )
         return scores
 

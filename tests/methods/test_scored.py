@@ -179,9 +179,19 @@ class OfOneHead(TokenScoringMethod):
         return layer.keys[:, 0].norm(dim=-1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithoutReturn(TokenScoringMethod):
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Any:
+        layer.keys.norm(dim=-1)
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
+        (
+            WithoutReturn(),
+            r"WithoutReturn.token_scores are None; allowed: \(1, 2, 40\), one score ",
+        ),
         (
             ByQueryHead(),
             r"ByQueryHead.token_scores are \(1, 4, 40\); allowed: \(1, 2, 40\), one score per KV head "
