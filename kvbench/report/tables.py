@@ -218,7 +218,8 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"The protocol of {listed(repeating)} in their papers is compress_after=context."
     uncompressed = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
     if uncompressed.any():
-        counts = group.good["variant"][uncompressed].value_counts()
+        prompts = group.good[uncompressed].drop_duplicates(["variant", "example_id"])
+        counts = prompts["variant"].value_counts()
         named = ", ".join(f"{label} ({count})" for label, count in counts.items())
         yield f"Prompts that are no longer than the capacity are not compressed: {named}."
     if "budget_preset" in group.good:

@@ -328,6 +328,7 @@ def test_three_seeds_are_one_table(tmp_path: Path, seeds: str) -> None:
         for method in ("exact", "uniform"):
             records = [
                 {"example_id": f"e{i}", "score": float(method == "exact" or i < seed + 1)}
+                | {"compressed": method == "uniform" and i > 0}
                 for i in range(4)
             ]
             about: Any = {"seed": seed} if seeds == "seed" else {"options": {seeds: seed}}
@@ -337,6 +338,8 @@ def test_three_seeds_are_one_table(tmp_path: Path, seeds: str) -> None:
     total = totals_of(group).loc["uniform"]
     assert tuple(total[["mean", "n", "expected"]]) == (pytest.approx(0.5), 12, 12)
     assert total["units"] == (4 if seeds == "seed" else 12)
+    short = "Prompts that are no longer than the capacity are not compressed: uniform "
+    assert f"{short}({1 if seeds == 'seed' else 3})." in score_table(group).notes
     note = "Means over 3 draws (seeds) of each prompt."
     assert (note in score_table(group).notes) is (seeds == "seed")
 
