@@ -449,8 +449,8 @@ class TokenScoringMethod(Method):
             per_query_head = len(shape) == 3 and shape[::2] == allowed[::2]
             how = f": scores.unflatten(1, ({allowed[1]}, -1)).mean(2)" if per_query_head else ""
             raise KVError(
-                f"{type(self).__name__}.token_scores are {shape or scores}; allowed: {allowed}, one score "
-                f"per KV head and token{how}"
+                f"{type(self).__name__}.token_scores are {shape or scores}; allowed: {allowed}, one "
+                f"score per KV head and token{how}"
             )
         return scores
 
