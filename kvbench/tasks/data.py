@@ -295,6 +295,11 @@ class Source:
 
     def _in_folder(self, folder: Path) -> list[Path]:
         names = {path: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))}
+        if any(path.suffix == ".arrow" for path in names):
+            raise TaskError(
+                f"{self.task}: {folder} was written by save_to_disk; allowed: parquet, CSV or JSON "
+                "lines (to_parquet, to_json)"
+            )
         files = {
             path: set(re.findall("[a-z]+", name.lower()))
             for path, name in names.items()

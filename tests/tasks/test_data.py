@@ -102,6 +102,10 @@ def test_of_a_folder_with_splits_one_is_read(tmp_path: Path) -> None:
     assert read == ["data/test-0.jsonl", "test/1.jsonl"]
     with pytest.raises(TaskError, match=r"has files of test, train and task\.split is 'dev'"):
         rows_of(files=(str(tmp_path),), split="dev")
+    write_lines(tmp_path / "saved" / "dataset_info.json", [{}])
+    (tmp_path / "saved" / "data-0.arrow").touch()
+    with pytest.raises(TaskError, match="saved was written by save_to_disk; allowed: parq"):
+        rows_of(files=(str(tmp_path / "saved"),))
 
 
 def test_numbers_of_parquet_keep_their_digits_and_gaps_are_none(tmp_path: Path) -> None:
