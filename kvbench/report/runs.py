@@ -371,6 +371,8 @@ def _group(model: str, task: str, together: Sequence[Run]) -> Group:
             )
         seed = run.records["seed"].fillna(run.manifest.get("seed") or 0)
         records = run.records.assign(variant=variant.label, seed=seed)
+        if "asked_rate" in records and records["asked_rate"].notna().any():
+            records = records.assign(rate=rates_of(run))
         if len(prompt_seeds) > 1:  # the same names for other prompts
             for name in {"example_id", "context_id"} & set(records):
                 named = f"prompts {prompt_seed(run.manifest)}: " + records[name].astype(str)
@@ -435,6 +437,8 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
         for run, own in zip(mine, settings, strict=True):
             options = (Option(_name_of(k, is_whole), own.get(k, "unset")) for k in differing)
             share, rate = share_of(run.manifest)
+            if "asked_rate" in run.records and rates_of(run).nunique() == 1:
+                rate = float(rates_of(run).max())
             size = None if is_whole else _budget_of(run.manifest).get("size")
             variants[run] = Variant(method, tuple(options), None if is_whole else rate, share, size)
         # What is in a hash and no setting, such as the code of a method, tells runs apart by the hash.
@@ -486,6 +490,16 @@ def share_of(manifest: Mapping[str, Any]) -> tuple[str, float | None]:
     name = "total_rate" if budget.get("total_rate") else "rate"
     share = budget.get(name)
     return name, None if share is None or budget.get("size") is not None else float(share)
+
+
+def rates_of(run: Run) -> pd.Series:
+    """The rate of each record: its own where a task measures several in one run (a throughput probe's
+    settings may have rates), else that of the run's budget; NaN where that is a number of entries."""
+    if "rate" in run.records:
+        return run.records["rate"]
+    _, rate = share_of(run.manifest)
+    of_run = pd.Series(math.nan if rate is None else rate, run.records.index)
+    return pd.to_numeric(run.records.get("asked_rate", of_run)).fillna(of_run)
 
 
 def _budget_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -596,10 +610,9 @@ def load(folder: str | Path) -> pd.DataFrame:
         raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
     frames = []
     for run, variant in zip(runs, variants_of(runs), strict=True):
-        _, rate = share_of(run.manifest)
         frame = run.records.drop(columns="entries").assign(
             variant=variant.label,
-            rate=run.records.get("rate", math.nan if rate is None else rate),
+            rate=rates_of(run),
             run=str(run.folder),
             **entries_columns(run.records),
         )

@@ -13,6 +13,7 @@ from scipy.stats import binomtest
 from support.report_runs import (
     ERROR_META,
     LINES_META,
+    THROUGHPUT_META,
     lines_records,
     write_demo,
     write_run,
@@ -454,6 +455,27 @@ def test_an_exact_cache_of_few_bits_is_no_baseline(tmp_path: Path) -> None:
     changes = totals_of(group, "difference")["mean"]
     assert dict(changes) == {"snapkv": -0.5, "exact_quantized": -0.25}
     assert group.compressed == {"snapkv", "exact_quantized"}
+
+
+def test_a_throughput_settings_own_rate_is_the_rate_of_its_records(tmp_path: Path) -> None:
+    """Of a run whose budget has the rate 0.25."""
+    for name, rates, said in (
+        ("several", (0.5, 0.2, None), ", mean over rates 0.5, 0.25 and 0.2,"),
+        ("one", (0.5,), " at rate 0.5, ratio 0.50,"),
+        ("none", (None,), " at rate 0.25, ratio 0.25,"),
+    ):
+        records = [
+            {"example_id": f"{rate}/{run}", "dataset": f"{rate}", "asked_rate": rate, "score": 9.0}
+            | {"ratio": rate or 0.25, "prompt_tokens": 512.0, "new_tokens": 8.0}
+            for rate in rates
+            for run in range(3)
+        ]
+        write_run(
+            tmp_path, experiment=name, method="h2o", records=records, task_meta=THROUGHPUT_META
+        )
+        loaded = kvbench.load(tmp_path / name).groupby("dataset", sort=False)["rate"].unique()
+        assert [list(each) for each in loaded] == [[rate or 0.25] for rate in rates]
+        assert said in score_table(group_of(tmp_path / name)).title
 
 
 def test_models_stand_in_the_order_in_which_they_were_started(tmp_path: Path) -> None:
