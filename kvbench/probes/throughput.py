@@ -184,7 +184,8 @@ class Throughput(Probe):
                 "turn": turn,
                 "held_back": 0,
             }
-            of_reference = measurements.get(REFERENCE, {})
+            is_exact = REFERENCE in methods and methods[REFERENCE][0].is_exact  # not of few bits
+            of_reference = measurements[REFERENCE] if is_exact else {}
             ratios = {
                 ratio: _over(fields.get(name), of_reference.get(name))
                 for ratio, name in RATIOS.items()

@@ -59,6 +59,14 @@ def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
     assert by_batch[3]["ratio"] == by_batch[1]["ratio"] < 0.6
 
 
+def test_an_exact_cache_of_few_bits_is_no_reference(tmp_path):
+    methods = {"exact": build_method("exact", quantize={"bits": 4, "group_size": 16})}
+    result = run_job(job(tmp_path, Throughput(settings=[(60, 2, 1)], runs=1), methods))
+    (row,) = records_of(result, times=True)["exact"]
+    assert row["status"] == "ok"
+    assert row["speedup"] is row["prefill_ratio"] is row["decode_speedup"] is None
+
+
 def check_speeds(row: dict[str, Any], exact: dict[str, Any]) -> None:
     """Rates of 4 new tokens a row are of the seconds; comparisons are with the exact cache."""
     total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
