@@ -29,7 +29,7 @@ def _one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_that_fails_leaves_the_others_alone(capsys: Any, tmp_path: Path) -> None:
-    # what is wrong shows only when the model is loaded: the folder is there, its weights are not
+    # what is wrong shows only when the model is loaded: the folder is there, its files are not
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "llama"}')
@@ -39,7 +39,7 @@ def test_a_job_that_fails_leaves_the_others_alone(capsys: Any, tmp_path: Path) -
         f"results_dir={tmp_path / 'results'}",
     )  # fmt: skip
     assert status == USAGE, err
-    assert "cannot be loaded" in err
+    assert "broken' has no tokenizer; allowed: model.tokenizer=" in err
     assert "Traceback" not in err
     assert "2 jobs, 1 of them failed" in out
     assert [len(rows) for rows in records(tmp_path / "results").values()] == [1]
