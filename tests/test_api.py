@@ -82,10 +82,6 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
         lambda model: kept(model, Letters(), "x", "snapkv", compression_ratio=0.5),
         r"no option 'compression_ratio' \(did you mean 'total_rate'",
     ),
-    (
-        _compare("x", ["exact"], compress_after="context"),
-        r"session.read\(context\).ask\(question\) inside compress",
-    ),
     (_compare("x", ["exact"], reference=7), "reference is 7; allowed: a text, or texts"),
     (_compare("x", ["exact"], reference=[7]), r"reference is \[7\]; allowed: a text, or texts"),
     (_compare("x", ["exact"], score="f1"), "score is 'f1'; allowed: a function of text and ref"),

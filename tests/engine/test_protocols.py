@@ -241,7 +241,7 @@ def test_a_prefix_is_shown_as_it_is_in_the_whole_prompt() -> None:
 
 def test_other_protocols_are_refused_where_a_door_has_them_not(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    with pytest.raises(KVError, match="before its question: compress"):
+    with pytest.raises(KVError, match=r"session.read\(context\).ask\(question\) inside compress"):
         compare(model, Letters(), TEXT, "exact", compress_after="context")
     with pytest.raises(KVError, match="compare has 'all_but_last'"):
         compress(model, "exact", compress_after="all_but_last")
