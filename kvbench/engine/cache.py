@@ -63,6 +63,11 @@ class Hook:
 GROW = Hook()
 
 
+PACKING_VERSION = 2
+"""To be raised by one when caches of packed entries attend otherwise. A run of a method with `quantize`
+does not resume records of another version."""
+
+
 class PackedEntries(NamedTuple):
     """The entries that a scheme has packed, the first ones of a cache: keys and values may be packed in
     different numbers."""
@@ -310,20 +315,22 @@ class Cache:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _cuts(self, tokens: int) -> Sequence[int]:
-        """Cut new tokens into pieces whose tokens are added together: the end of each piece. A token is
-        a piece of its own where its step packs keys before its query reads them, as the tokens before it
-        must read these keys as they were."""
+        """Cut new tokens into pieces whose tokens are added together: the end of each piece. A token
+        whose step packs keys or values ends its piece, since later tokens read them as packed, so that
+        the outputs are those of tokens that are fed one by one. It is a piece of its own where keys are
+        packed before its query reads them: the tokens before it read them as they were."""
         if self.hook.one_by_one:
             return range(1, tokens + 1)
         ends = {tokens}
-        if self.packed is not None and self.packed.keys.ahead:
-            codec = self.packed.keys
-            packed = codec.count
-            for token in range(tokens):
-                newly_packed = codec.due(packed, self.length + token + 1 - packed)
-                if newly_packed:
-                    packed += newly_packed
-                    ends |= {token, token + 1}
+        if self.packed is not None:
+            for codec, first in zip(self.packed, (self.first_key, self.first_value), strict=True):
+                packed, exact = codec.count, self.length - first
+                for token in range(tokens):
+                    exact += 1
+                    due = codec.due(packed, exact)
+                    if due:
+                        packed, exact = packed + due, exact - due
+                        ends |= {token, token + 1} if codec.ahead else {token + 1}
         return sorted(ends - {0})
 
     def _attend(self, call: LayerCall, positions: Tensor) -> Tensor:

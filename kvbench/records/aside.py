@@ -16,6 +16,9 @@ from typing import Any
 
 from kvbench.records.read import MANIFEST, complete_lines, read_manifest, record_files
 
+VERSIONS = ("task_version", "method_version", "packing_version")
+"""The parts of an identity that are numbers of versions, 1 where they are absent."""
+
 OLD = "a kvbench before 0.3 (their code and weights are not known)"
 
 
@@ -153,7 +156,7 @@ def _why(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         return "other weights"
     older = [
         f"{key.replace('_', ' ')} {theirs.get(key, 1)}"
-        for key in ("task_version", "method_version")
+        for key in VERSIONS
         if theirs.get(key, 1) != ours.get(key, 1)
     ]
     return " and ".join(older)

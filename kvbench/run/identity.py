@@ -14,6 +14,7 @@ from pydoc import locate
 from typing import Any
 
 from kvbench.engine.model import ModelSpec
+from kvbench.records.aside import VERSIONS
 
 _DEFAULTS: Mapping[str, Any] = {
     "data": None,
@@ -24,7 +25,7 @@ _DEFAULTS: Mapping[str, Any] = {
 """Settings that hashes left out in the past, at these values. They are no defaults of today, and no
 place for a new setting, which enters every hash by its name."""
 
-CODE_AND_WEIGHTS = ("source", "weights", "task_version", "method_version")
+CODE_AND_WEIGHTS = ("source", "weights", *VERSIONS)
 """The parts of an identity that say which code and which weights its numbers are of."""
 
 

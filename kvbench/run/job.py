@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbench.engine.cache import PACKING_VERSION
 from kvbench.engine.fingerprint import commit_of
 from kvbench.errors import redact
 from kvbench.kv import KVError
@@ -196,6 +197,8 @@ class Job:
             }
             if method.version > 1:
                 own["method_version"] = method.version
+            if method.quantize is not None:
+                own["packing_version"] = PACKING_VERSION
             own["method"] = self.configs[label].method
             own["budget"] = self.configs[label].budget if method.uses_budget else None
             settings[label] = own

@@ -99,10 +99,23 @@ def test_brute_force(architecture):
     assert max(results["exact"].kl) < 1e-6
 
 
-def test_chunks_bound_the_logits(monkeypatch):
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        None,
+        {"bits": 4, "group_size": 8},
+        {"bits": 4, "group_size": 8, "keys": "entry"},
+        {"scheme": "turboquant", "bits": 2},
+        {"scheme": "qjl", "group": 4, "buffer": 4, "value_group": 4, "outliers": 1},
+    ],
+)
+def test_chunks_bound_the_logits_and_change_no_score(monkeypatch, quantize):
+    """A token attends to the packed entries of those before it, however many are fed in one pass."""
     model, ids, continuation = tiny_model("llama"), prompt_ids(30), prompt_ids(17, seed=3)
-    methods = {"uniform": (build_method("uniform"), Budget(size=12, sink=2, window=2))}
+    uniform = build_method("uniform", quantize=quantize)
+    methods = {"uniform": (uniform, Budget(size=12, sink=2, window=2))}
     at_once = teacher_forced(model, ids, continuation, methods)["uniform"]
+    assert at_once.failure is None
     rows = []
     model.lm_head.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[:2].numel()))
     monkeypatch.setattr("kvbench.engine.ask.CHUNK_LOGITS", 97 * 2 * 5)
