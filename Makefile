@@ -76,7 +76,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/mypy --num-workers 2
 
 # make results -j2 OMP_NUM_THREADS=1: two of these at a time, each on one core. Hours of one core, measured: needles 2.3 (all
-# rates share a prompt's passes), context 1.2, RULER 0.9, the rest 0.4; by estimate: KL 0.5, claims 2, Table 1 1.3.
+# rates share a prompt's passes), claims 1.4, context 1.2, RULER 0.9, Table 1 0.5, the rest 0.4; by estimate: KL 0.5.
 # Jobs and claims whose records are there are not run again; scripts are. SHARD=1/4 runs a quarter of the prompts of all
 # jobs and no more: once all quarters lie in one folder, make results finds them there, and makes claims, tables and
 # figures. REAL_MODELS=smollm2_135m: no Gemma (conf/model/gemma3_270m.yaml has its packages; its terms are its own, so that

@@ -54,6 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ABLE = 0.8
 """Share of whole answers of the exact cache below which a task tells nothing about methods."""
 UNABLE = "needs a model that retrieves"
+WINDOWED = "needs a model whose layers all attend to everything"
 ORDER = ("fails", "cannot be told", "holds on average", "holds")
 """Verdicts, the worst first. A comparison without a verdict says what it needs; a claim says so only if
 none of its comparisons has a verdict."""
@@ -90,14 +91,21 @@ class Verdict(NamedTuple):
 
 
 def claims_for(model: str) -> dict[str, Any]:
-    """Read results/claims.yaml for a model, its layers in place of the names in `layers_by_name`."""
+    """Read results/claims.yaml for a model, its layers in place of the names in `layers_by_name`. What a
+    model with windows cannot run (`full_attention`) is marked in the comparisons that need it."""
     with hydra_of_conf() as hydra:
         spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
-    numbers = [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
+    config = load_config(spec).get_text_config()
+    numbers = [layer + 1 for layer in full_layers(config)]
     text = (ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")
     for name, layers in layers_by_name(numbers).items():
         text = text.replace(name, str(layers).replace(" ", ""))
-    return dict(yaml.safe_load(text))
+    result = dict(yaml.safe_load(text))
+    has_windows = len(numbers) < config.num_hidden_layers
+    for comparison in (each for claim in result["claims"] for each in claim["comparisons"]):
+        if has_windows and result["runs"][comparison["run"]].get("full_attention"):
+            comparison["unmet"] = WINDOWED
+    return result
 
 
 def layers_by_name(numbers: Sequence[int]) -> dict[str, list[int]]:
@@ -291,7 +299,8 @@ def unmet_need(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> str:
     the answers of `first` must differ from those of the method `unlike`.
     """
     if rows.empty:
-        return f"needs the records of {comparison['run']} (make results-papers)"
+        records = f"needs the records of {comparison['run']} (make results-papers)"
+        return str(comparison.get("unmet", records))
     if "able" in comparison:
         column = "containment" if "containment" in rows else "score"
         if rows.loc[rows["method"] == comparison["able"], column].mean() < ABLE:
@@ -519,7 +528,9 @@ def run_comparisons(
         if name is None or name in runs:
             continue
         run = known_runs[name]
-        if "folder" in run:
+        if "unmet" in comparison:
+            runs[name] = pd.DataFrame()
+        elif "folder" in run:
             runs[name] = read_other_experiment(place.parent, run, options["model"])
         elif key == "run" or not unmet_need(runs[comparison["run"]], comparison):
             run_once(name, command(name, run["command"], options, place), place)

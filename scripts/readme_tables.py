@@ -321,7 +321,30 @@ def statistics() -> str:
 
 
 def claims() -> str:
-    return (RESULTS / "claims" / "claims.md").read_text(encoding="utf-8")
+    """Each claim of the papers, and on each model its verdict and the comparison that decided."""
+    frames = {
+        name: pd.read_csv(RESULTS / folder / "claims.csv")
+        for name, folder in (("SmolLM2-135M", "claims"), ("Gemma 3 270M", "claims_gemma3"))
+        if (RESULTS / folder / "claims.csv").is_file()
+    }
+    cells: dict[str, list[str]] = {}
+    for frame in frames.values():
+        holds = frame["result"].eq("holds").groupby(frame["id"], sort=False)
+        for row in frame[frame["decides"].astype(bool)].to_dict("records"):
+            about = [row["id"], f"{row['claim']} ({row['place']})", row["measure"]]
+            count = f"{holds.sum()[row['id']]} of {holds.size()[row['id']]}"
+            cells.setdefault(row["id"], about).append(_claim_cell(row, count))
+    return markdown([["id", "claim", "as stated \\| ours", *frames], *cells.values()])
+
+
+def _claim_cell(row: Mapping[Hashable, Any], holds: str) -> str:
+    """The verdict, how many comparisons hold, and the number that decided: a difference or a ratio."""
+    text = f"**{row['verdict']}** ({holds}); {row['comparison']}"
+    for measure, unit in (("difference", ""), ("times", " times")):
+        if pd.notna(row.get(measure)):
+            low, high = row[f"{measure}_low"], row[f"{measure}_high"]
+            text += f" = {row[measure]:.3g}{unit} [{low:.3g}, {high:.3g}], claimed {row['claimed']}"
+    return text
 
 
 def joint_survival() -> str:

@@ -97,6 +97,29 @@ def test_a_paragraph_that_speaks_of_significance_is_checked(name: str) -> None:
             assert "<!-- says " in paragraph, paragraph
 
 
+CLAIM = "id,place,measure,claim,verdict,decides,comparison,claimed,result"
+CLAIMS = {
+    "claims": f"""{CLAIM},times,times_low,times_high
+B1,4.1,as stated,it is lower,fails,False,error: a / b,below 1,holds,0.8,0.7,0.9
+B1,4.1,as stated,it is lower,fails,True,error: a / c,below 1,fails,1.25,1.1,1.42
+""",
+    "claims_gemma3": f"""{CLAIM},difference,difference_low,difference_high
+B1,4.1,as stated,it is lower,needs a GPU,True,error,,needs a GPU,,,
+""",
+}
+
+
+def test_claims_of_two_models_stand_in_one_row(results: Path) -> None:
+    for folder, text in CLAIMS.items():
+        (results / folder).mkdir()
+        (results / folder / "claims.csv").write_text(text)
+    *_, row = readme_tables.claims().splitlines()
+    assert row == (
+        "| B1 | it is lower (4.1) | as stated | **fails** (1 of 2); error: a / c = 1.25 times"
+        " [1.1, 1.42], claimed below 1 | **needs a GPU** (0 of 1); error |"
+    )
+
+
 def record(method: str, prompt: int, score: float, held: int, **more: object) -> dict[str, object]:
     about = {"experiment": "leaderboard", "model": "toy", "task": "needles", "rate": 0.25}
     sizes = {"prompt_tokens": 101, "held_back": 1, "exact_bytes": 1000, "entries_mean": 25.0}

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from support.command import refusal_of
 from support.paths import ROOT
+from transformers import Gemma3TextConfig
 
 from kvbench.errors import UserError
 
@@ -159,6 +160,18 @@ def test_what_no_model_can_do_says_nothing() -> None:
     alike = {"here": RUNS["here"].assign(prediction="p", example_id=np.arange(96) // 2)}
     (row,) = decided(IN_ONE_RUN | {"unlike": "b"}, runs=alike)
     assert row["verdict"] == "needs a model on which a differs from b"
+
+
+def test_a_model_with_windows_is_not_asked_for_what_it_cannot_run(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, vocab_size=99)
+    config.save_pretrained(tmp_path)
+    spec = SCRIPT["claims_for"](str(tmp_path))
+    (claim,) = [claim for claim in spec["claims"] if claim["id"] == "L1"]
+    runs: dict[str, pd.DataFrame] = {}
+    SCRIPT["run_comparisons"](claim, spec["runs"], {}, tmp_path, runs)
+    assert {row["verdict"] for row in SCRIPT["rows_of_claim"](claim, runs)} == {SCRIPT["WINDOWED"]}
+    assert not any("unmet" in each for claim in CLAIMS["claims"] for each in claim["comparisons"])
 
 
 def test_the_claims_name_runs_that_are_there() -> None:
