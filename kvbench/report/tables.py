@@ -210,8 +210,8 @@ def _notes(group: Group) -> Iterator[str]:
     draws = group.records.groupby("example_id")["seed"].nunique().max() if len(group.records) else 1
     if draws > 1:
         yield f"Means over {draws} draws (seeds) of each prompt."
-    if earned := _earned_by_first_token(group):
-        yield earned
+    if decided := _decided_by_first_token(group):
+        yield decided
     names = dict.fromkeys(variant.method for variant in group.variants)
     repeating = [name for name in names if name.startswith(("kvzip", "kvgrad"))]
     if repeating and group.protocol not in ("", "context"):
@@ -261,23 +261,25 @@ def unit_name(group: Group) -> str:
     return names.get(group.meta.unit, words(group.meta.unit))
 
 
-def _earned_by_first_token(group: Group) -> str:
-    """A note on the answers whose score their first token alone earns, where that token is the exact
+def _decided_by_first_token(group: Group) -> str:
+    """A note on the answers whose score their first token alone decides, where that token is the exact
     prefill's: under ``compress_after=prompt``, and of the prompts that had to be read whole under
     another protocol. Empty where no token was.
 
-    Of an answer that scores 0 nothing follows: that its first token alone would score 0, too, is so of
-    every wrong answer of several tokens."""
+    A wrong answer of several tokens is among them, since its first token alone scores 0, too; so the
+    note says how many score more.
+    """
     if "first_token_score" not in group.good:
         return ""
     answers = group.good[group.good["variant"].isin(group.compressed)]
     answers = answers.dropna(subset=["first_token_score", "score"])
-    answers = answers[answers["score"].astype(float) > 0]
-    earned = answers["first_token_score"].astype(float).eq(answers["score"].astype(float))
+    score = answers["score"].astype(float)
+    decided = answers["first_token_score"].astype(float).eq(score)
     if answers.empty:
         return ""
-    of = f"{earned.sum()} of {len(answers)} answers that score above 0"
-    return f"{of} have their score by their first token alone, which is the exact cache's."
+    of = f"{decided.sum()} of {len(answers)} answers"
+    above = f"Of these, {(decided & score.gt(0)).sum()} score above 0."
+    return f"{of} were decided by their first token, which is the exact cache's. {above}"
 
 
 def _by_command(group: Group) -> Iterator[str]:

@@ -392,8 +392,8 @@ def test_protocols_stand_in_tables_of_their_own(tmp_path: Path) -> None:
     assert [group.protocol for group in experiment.groups] == ["all_but_last", "context", "prompt"]
     assert [len(group.peers) for group in experiment.groups] == [1, 1, 2], "ranked apart"
     note = (
-        "22 of 23 answers that score above 0 have their score by their first token alone, which is the"
-        " exact cache's."
+        "23 of 24 answers were decided by their first token, which is the exact cache's."
+        " Of these, 22 score above 0."
     )
     tables = [score_table(group) for group in experiment.groups]
     assert [note in table.notes for table in tables] == [False, False, True]
