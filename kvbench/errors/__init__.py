@@ -99,8 +99,8 @@ def one_line(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The error's traceback as Python prints it, without secrets."""
-    return redact("".join(traceback.format_exception(error)))
+    """The error's traceback as Python prints it, without secrets and control characters."""
+    return printable_lines(redact("".join(traceback.format_exception(error))))
 
 
 class LogLine(logging.Formatter):

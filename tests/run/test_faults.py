@@ -91,13 +91,15 @@ FAULTS: dict[str, tuple[Callable[[LayerKV], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_whatever_a_method_does_is_its_own_record(tmp_path: Path, kind: str) -> None:
+def test_whatever_a_method_does_is_its_own_record(tmp_path: Path, kind: str, caplog: Any) -> None:
     fault, says = FAULTS[kind]
+    caplog.set_level("DEBUG", logger="kvbench")
     for record in beside_snapkv(tmp_path, fault):
         assert record["status"] == "error"
         assert record["error"] == says or (says[0] == ";" and says in record["error"])
         assert (record["score"], record["prediction"]) == (None, None)
         assert record["dataset"] == "echo", "failed or not"
+    assert caplog.text.encode(), "a log file can hold it"
 
 
 # Memory.
