@@ -15,9 +15,9 @@ adjusted for all cells and all methods that it names. The comparison
 
 A claim's verdict is the worst one of its comparisons. Texts are generated unless `files` names some.
 
-Written to results_dir (default: runs/claims/<model>): claims.csv, a row for each comparison; claims.md,
-for each claim the comparison that decided; a page; a folder for each run. The seconds of every run are
-printed and are in its file `done`.
+Written to results_dir (default: runs/claims/<model>): claims.csv, a row for each comparison; a page,
+which has for each claim the comparison that decided, too; a folder for each run. The seconds of every
+run are printed and are in its file `done`.
 """
 
 from __future__ import annotations
@@ -63,17 +63,6 @@ SUBTITLE = (
     " adjusted for the cells and methods that a comparison names. It holds if every cell differs"
     " significantly as claimed, on average if only the mean over cells does; it fails if that mean"
     " differs significantly the other way. Otherwise it cannot be told."
-)
-COLUMNS = (
-    "id",
-    "claim",
-    "as stated \\| ours",
-    "decided by",
-    "difference",
-    "claimed",
-    "units",
-    "holds",
-    "verdict",
 )
 
 
@@ -382,27 +371,6 @@ def number_of(row: Mapping[str, Any]) -> str:
     return f"{value:.3g}{' times' * (measure == 'times')} [{low:.3g}, {high:.3g}]"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for row in rows:
-        if not row["decides"]:
-            continue
-        results = [other["result"] for other in rows if other["id"] == row["id"]]
-        more = f"; {row['more']:g} would tell" if row.get("more") else ""
-        texts = {
-            **dict.fromkeys(COLUMNS, ""),
-            **row,
-            "claim": f"{row['claim']} ({row['place']})",
-            "as stated \\| ours": row["measure"],
-            "decided by": row["comparison"],
-            "difference": number_of(row),
-            "holds": f"{results.count('holds')} of {len(results)}",
-            "verdict": f"**{row['verdict']}**{more}",
-        }
-        lines.append(f"| {' | '.join(str(texts[column]) for column in COLUMNS)} |")
-    return "\n".join(lines) + "\n"
-
-
 def line_of(row: Mapping[str, Any]) -> str:
     if not number_of(row):
         return f"{row['comparison']}: {row['result']}"
@@ -563,9 +531,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{claim['id']} {claim['claim']}: {claim_rows[0]['verdict']}", flush=True)
         text = pd.DataFrame(rows).to_csv(index=False, float_format="%.4g")
         write_text(place / "claims.csv", text, "id,place,")
-        write_text(place / "claims.md", markdown(rows), f"| {' | '.join(COLUMNS)} |")
     page = write_page(place)
-    print(f"tables: {place / 'claims.csv'}, {place / 'claims.md'}; page: {page}")
+    print(f"table: {place / 'claims.csv'}; page: {page}")
 
 
 if __name__ == "__main__":

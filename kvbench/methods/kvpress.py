@@ -274,8 +274,8 @@ class KVPress(Method):
                     weights,
                     attention.forward_arguments(),
                 )
-            # How presses refuse: by assertions, a model they have no table of, a case they lack.
-            except (AssertionError, KeyError, NotImplementedError) as error:
+            # How presses refuse: by assertions, and cases that they lack.
+            except (AssertionError, NotImplementedError) as error:
                 refusal = f"press {self.press} refuses layer {layer.layer_index}"
                 raise KVError(f"{refusal}: {first_line(error)}") from error
         masked = attention.masked()
