@@ -80,8 +80,9 @@ class Verdict(NamedTuple):
 
 
 def claims_for(model: str) -> dict[str, Any]:
-    """Read results/claims.yaml for a model, its layers in place of the names in `layers_by_name`. What a
-    model with windows cannot run (`full_attention`) is marked in the comparisons that need it."""
+    """Read results/claims.yaml for a model, its layers in place of the names in `layers_by_name`. Each
+    comparison that may have no records says what they need (`unmet`): those of another experiment, and
+    what a model with windows cannot run (`full_attention`)."""
     with hydra_of_conf() as hydra:
         spec = instantiate(composed(hydra, expanded([f"model={model}"])).model, _convert_="all")
     config = load_config(spec).get_text_config()
@@ -92,7 +93,10 @@ def claims_for(model: str) -> dict[str, Any]:
     result = dict(yaml.safe_load(text))
     has_windows = len(numbers) < config.num_hidden_layers
     for comparison in (each for claim in result["claims"] for each in claim["comparisons"]):
-        if has_windows and result["runs"][comparison["run"]].get("full_attention"):
+        run = result["runs"][comparison["run"]]
+        if "folder" in run:
+            comparison["unmet"] = f"needs this model's records of {run['made_by']}"
+        elif has_windows and run.get("full_attention"):
             comparison["unmet"] = WINDOWED
     return result
 
@@ -288,8 +292,7 @@ def unmet_need(rows: pd.DataFrame, comparison: Mapping[str, Any]) -> str:
     the answers of `first` must differ from those of the method `unlike`.
     """
     if rows.empty:
-        records = f"needs the records of {comparison['run']} (make results-papers)"
-        return str(comparison.get("unmet", records))
+        return str(comparison["unmet"])
     if "able" in comparison:
         column = "containment" if "containment" in rows else "score"
         if rows.loc[rows["method"] == comparison["able"], column].mean() < ABLE:
@@ -496,10 +499,10 @@ def run_comparisons(
         if name is None or name in runs:
             continue
         run = known_runs[name]
-        if "unmet" in comparison:
-            runs[name] = pd.DataFrame()
-        elif "folder" in run:
+        if "folder" in run:
             runs[name] = read_other_experiment(place.parent, run, options["model"])
+        elif "unmet" in comparison:
+            runs[name] = pd.DataFrame()
         elif key == "run" or not unmet_need(runs[comparison["run"]], comparison):
             run_once(name, command(name, run["command"], options, place), place)
             runs[name] = read_run(place / name)
